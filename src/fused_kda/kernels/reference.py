@@ -29,13 +29,21 @@ def prepare(problem: DecodeProblem) -> Launch:
     return launch
 
 
-def decode_step(problem: DecodeProblem, tensors: Tensors, compute_dtype: torch.dtype | None = None) -> None:
+def decode_step(
+    problem: DecodeProblem,
+    tensors: Tensors,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    intermediate_dtype: torch.dtype | None = None,
+) -> None:
     """Advance every live row by one token.
 
     Args:
         problem: the checked call.
         tensors: its tensors; conv_state, state and out are written.
         compute_dtype: float32 or float64; None means float64 for float64 activations and float32 otherwise.
+        intermediate_dtype: round q, k, v after SiLU and o before the norm to it, as a chain of kernels does that
+            passes them through memory; None keeps them in the compute dtype.
     """
     spec = problem.spec
     compute = compute_dtype or (torch.float64 if spec.dtype == torch.float64 else torch.float32)
@@ -64,6 +72,8 @@ def decode_step(problem: DecodeProblem, tensors: Tensors, compute_dtype: torch.d
     started = None if tensors.has_initial_state is None else pick(tensors.has_initial_state)
 
     q, k, v, window = _convolution(problem, tensors, pick(tensors.x), slots, started, compute)
+    if intermediate_dtype is not None:
+        q, k, v = (part.to(intermediate_dtype).to(compute) for part in (q, k, v))
     q = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + QK_NORM_EPS) * problem.scale
     k = k * torch.rsqrt((k * k).sum(-1, keepdim=True) + QK_NORM_EPS)
 
@@ -80,6 +90,8 @@ def decode_step(problem: DecodeProblem, tensors: Tensors, compute_dtype: torch.d
     delta = (v - (state * k_row).sum(-1)) * beta.unsqueeze(-1)
     state = state + delta.unsqueeze(-1) * k_row
     y = (state * q.unsqueeze(-2)).sum(-1)
+    if intermediate_dtype is not None:
+        y = y.to(intermediate_dtype).to(compute)
 
     if tensors.norm_weight is not None and tensors.output_gate is not None:
         gate = pick(_rows(tensors.output_gate, batch, heads, dim)).to(compute).contiguous()

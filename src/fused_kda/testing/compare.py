@@ -1,0 +1,173 @@
+"""Tolerances that are derived, and comparisons that say where and by how much.
+
+The budget for an element is the error that an independent low-precision evaluation of the same call makes against
+float64, times :data:`SAFETY`, plus one rounding to the element's dtype. For a fused kernel the low-precision evaluation
+is the reference in fp32; for the unfused chain it is the reference that rounds where the chain does (q, k, v after SiLU
+and o before the norm, to the activation dtype). Errors are taken relative to the largest value of a (row, head), since
+the sums inside mix all of its channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..contract import Tensors, decode_problem
+from ..kernels.reference import decode_step
+from .problems import Call
+
+#: One call's error is a sample of what another order of the same sums may make, not a bound on it.
+SAFETY = 4.0
+
+#: Unit roundoff: half the distance between neighbours, relative to the smaller one.
+ROUNDOFF = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+}
+
+
+class Mismatch(AssertionError):
+    """A result beyond its budget; the text says which, where, and both values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What one call must leave behind, for its live rows in ascending order.
+
+    Attributes:
+        out, out_budget: float64 ``[N, H, D]`` and the allowed absolute error of each element.
+        state, state_budget: float64 ``[N, H, D, D]`` likewise.
+        window: ``[N, 3P, W-1]`` in the activation dtype, exact.
+    """
+
+    out: torch.Tensor
+    out_budget: torch.Tensor
+    state: torch.Tensor
+    state_budget: torch.Tensor
+    window: torch.Tensor
+
+
+def expected(call: Call, *, chain: bool = False) -> Expected:
+    """Evaluate a call in float64 and derive its budgets. The call's tensors are not touched.
+
+    Args:
+        call: drawn, not yet run.
+        chain: whether the backend rounds between launches as the unfused chain does.
+    """
+    dtype = call.arguments["x"].dtype
+    state_dtype = call.arguments["state"].dtype
+    exact_out, exact_state, window = _evaluate(call, torch.float64, None)
+    low = torch.float64 if dtype == torch.float64 else torch.float32
+    low_out, low_state, _ = _evaluate(call, low, dtype if chain else None)
+    return Expected(
+        out=exact_out,
+        out_budget=_budget(exact_out, low_out.double(), (-1,), dtype),
+        state=exact_state,
+        state_budget=_budget(exact_state, low_state.double(), (-2, -1), state_dtype),
+        window=window,
+    )
+
+
+def check_call(call: Call, out: torch.Tensor, wanted: Expected) -> None:
+    """Compare a call that has run with what was expected of it: out, null rows, window, state.
+
+    Raises:
+        Mismatch: naming the first that is off.
+    """
+    batch, heads, dim = call.problem.batch, call.problem.spec.heads, call.problem.spec.head_dim
+    rows = out.reshape(batch, heads, dim)
+    live, slots = list(call.live), list(call.slots)
+    null = [row for row in range(batch) if row not in set(live)]
+    if bool((rows[null] != 0).any()):
+        raise Mismatch(f"out: null rows {null} are not exactly zero")
+    check_equal("window", call.arguments["conv_state"][slots], wanted.window)
+    check_close("out", rows[live], wanted.out, wanted.out_budget)
+    check_close("state", call.arguments["state"][slots], wanted.state, wanted.state_budget)
+
+
+def check_close(name: str, got: torch.Tensor, want: torch.Tensor, budget: torch.Tensor) -> None:
+    """Raise :class:`Mismatch` unless ``|got - want| <= budget`` everywhere; NaN never passes."""
+    error = (got.double() - want.double()).abs()
+    bad = ~(error <= budget)
+    if not bool(bad.any()):
+        return
+    excess = torch.where(bad, (error / budget.clamp_min(1e-300)).nan_to_num(nan=torch.inf, posinf=torch.inf), 0.0)
+    worst = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+    raise Mismatch(
+        f"{name}: {int(bad.sum())} of {bad.numel()} elements beyond the budget, {int(got.isnan().sum())} NaN; worst at "
+        f"{worst}: got {got[worst].item():.9g}, want {want[worst].item():.9g}, budget {budget[worst].item():.3g}"
+    )
+
+
+def check_equal(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Raise :class:`Mismatch` unless both tensors have the same bits (a NaN equals the same NaN)."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.itemsize]
+    if got.shape != want.shape or got.dtype != want.dtype:
+        raise Mismatch(f"{name}: got {got.dtype} {list(got.shape)}, want {want.dtype} {list(want.shape)}")
+    different = got.contiguous().view(whole) != want.contiguous().view(whole)
+    if bool(different.any()):
+        first = tuple(int(i) for i in different.nonzero()[0])
+        raise Mismatch(
+            f"{name}: {int(different.sum())} of {different.numel()} elements differ in their bits; first at {first}: "
+            f"got {got[first].item():.9g}, want {want[first].item():.9g}"
+        )
+
+
+def _budget(exact: torch.Tensor, low: torch.Tensor, over: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    scale = exact.abs().amax(over, keepdim=True)
+    error = (low - exact).abs().amax(over, keepdim=True)
+    relative = torch.where(scale > 0, error / scale.clamp_min(1e-300), torch.zeros_like(scale))
+    worst = relative.max() if relative.numel() else torch.zeros((), dtype=exact.dtype, device=exact.device)
+    computed = SAFETY * torch.maximum(worst * scale, error)
+    smallest = torch.finfo(dtype).tiny
+    return computed + ROUNDOFF[dtype] * (exact.abs() + computed) + smallest
+
+
+def _evaluate(
+    call: Call, compute: torch.dtype, intermediate: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out, state and window of the live rows, on compact pools, unrounded but for ``intermediate``."""
+    given = call.arguments
+    live, slots = list(call.live), list(call.slots)
+    heads, dim = given["state"].shape[1:3]
+    param = torch.float64 if compute == torch.float64 else torch.float32
+
+    def rows(name: str, *inner: int) -> torch.Tensor | None:
+        tensor = given[name]
+        return None if tensor is None else tensor.reshape(len_rows, *inner)[live].to(compute)
+
+    def whole(name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        tensor = given[name]
+        return None if tensor is None else tensor.to(dtype)
+
+    len_rows = given["x"].shape[0]
+    initial = given["has_initial_state"]
+    window = given["conv_state"][slots]
+    arguments = {
+        **given,
+        "x": rows("x", 3 * heads * dim),
+        "weight": whole("weight", compute),
+        "bias": whole("bias", compute),
+        "conv_state": window.to(compute).contiguous(),
+        "raw_g": rows("raw_g", heads, dim),
+        "raw_beta": rows("raw_beta", heads),
+        "A_log": whole("A_log", param),
+        "dt_bias": whole("dt_bias", param),
+        "state_indices": torch.arange(len(live), device=window.device),
+        "state": given["state"][slots].to(compute).contiguous(),
+        "out": torch.empty(len(live), heads, dim, dtype=compute, device=window.device),
+        "output_gate": rows("output_gate", heads, dim),
+        "norm_weight": whole("norm_weight", compute),
+        "has_initial_state": None if initial is None else initial[live],
+        "null_slot": -1,
+    }
+    problem = decode_problem(**arguments)
+    tensors = Tensors(**{name: arguments[name] for name in Tensors._fields})
+    decode_step(problem, tensors, compute, intermediate_dtype=intermediate)
+    if initial is not None:
+        window = torch.where(initial[live].view(-1, 1, 1), window, torch.zeros_like(window))
+    moved = torch.cat((window[..., 1:], given["x"][live].unsqueeze(-1)), dim=-1)
+    return tensors.out, tensors.state, moved
