@@ -1,0 +1,71 @@
+# Every target sets up what it needs in a virtual environment of its own and uses nothing else.
+#   make demo        a small KDA model answers three word problems, then 100 more are marked
+#   make test        the tests that need no GPU
+#   make lint        ruff, mypy, clang-format
+#   make gpu-test    the tests that need a CUDA device
+#   make lock        renew the committed figures of the static proofs
+#   make sanitize    the CUDA kernel under compute-sanitizer (needs a GPU)
+# Variables: PYTHON (3.10 to 3.12), VENV, JOBS (test processes), PIP_FLAGS (e.g. an index with CPU builds of torch).
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+PIP_FLAGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
+CUDA_SOURCES := $(wildcard src/fused_kda/kernels/cuda/*.cu)
+# One thread per test process: two of them on two cores are quicker than either with two threads.
+TEST_ENV := OMP_NUM_THREADS=1
+# cuda-core and the pinned compilers exist for Linux alone.
+ifeq ($(shell uname -s),Linux)
+DEV_EXTRAS := cuda,dev,plot
+else
+DEV_EXTRAS := dev,plot
+endif
+
+.PHONY: demo test lint format gpu-test lock sanitize clean
+
+demo: $(VENV)/.installed
+	$(BIN)/fused-kda generate "Ann has 12 apples. She buys 7 more. Then she gives 5 away. How many apples does she have now?"
+	$(BIN)/fused-kda eval --limit 100 --min-exact-match 0.9
+
+test: $(VENV)/.installed-dev
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" -n $(JOBS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+ifneq ($(CUDA_SOURCES),)
+	$(BIN)/clang-format --dry-run -Werror $(CUDA_SOURCES)
+endif
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+ifneq ($(CUDA_SOURCES),)
+	$(BIN)/clang-format -i $(CUDA_SOURCES)
+endif
+
+gpu-test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Set-up. A stamp is renewed only when the package's metadata or a pin has changed.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -c constraints.txt setuptools
+	$(PIP) -c constraints.txt --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-static.txt
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[$(DEV_EXTRAS)]'
+ifeq ($(shell uname -s),Linux)
+	$(PIP) --no-deps -r requirements-static.txt
+endif
+	touch $@
