@@ -4,9 +4,10 @@ This is the oracle that every other backend is compared with, and the default on
 fp32, or in float64 for float64 activations (or on request), and rounds once per output: y to the activation dtype, the
 state to its pool's dtype. The conv window is moved bit for bit in its own dtype.
 
-Rows are independent to the bit: everything is elementwise but four sums over the last dimension (q and k norms, S k and
-S q, the norm's mean square), whose order does not depend on the number of rows; operands are contiguous, so that
-vectorised and scalar code never mix. Reading ``state_indices`` on the host synchronises a GPU.
+Rows are independent to the bit: everything is elementwise but the sums over the last dimension, whose order is fixed
+(:func:`_sum`). Elementwise means position-independent only where PyTorch's vector code and the scalar code for its
+loop's remainder agree; they do for exp, log1p, rsqrt and plain arithmetic, but not for sigmoid and softplus, which are
+therefore written out here. Reading ``state_indices`` on the host synchronises a GPU.
 """
 
 from __future__ import annotations
@@ -74,29 +75,29 @@ def decode_step(
     q, k, v, window = _convolution(problem, tensors, pick(tensors.x), slots, started, compute)
     if intermediate_dtype is not None:
         q, k, v = (part.to(intermediate_dtype).to(compute) for part in (q, k, v))
-    q = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + QK_NORM_EPS) * problem.scale
-    k = k * torch.rsqrt((k * k).sum(-1, keepdim=True) + QK_NORM_EPS)
+    q = q * torch.rsqrt(_sum(q * q).unsqueeze(-1) + QK_NORM_EPS) * problem.scale
+    k = k * torch.rsqrt(_sum(k * k).unsqueeze(-1) + QK_NORM_EPS)
 
     raw_g = pick(_rows(tensors.raw_g, batch, heads, dim)).to(compute).contiguous()
     z = raw_g + tensors.dt_bias.view(heads, dim).to(compute)
     decay = torch.exp(_log_decay(z, tensors.A_log.view(heads, 1).to(compute), problem.lower_bound))
-    beta = torch.sigmoid(pick(tensors.raw_beta.view(batch, heads)).to(compute).contiguous())
+    beta = _sigmoid(pick(tensors.raw_beta.view(batch, heads)).to(compute).contiguous())
 
     state = tensors.state[slots].to(compute)
     if started is not None:
         state = torch.where(started.view(count, 1, 1, 1), state, 0.0)
     k_row = k.unsqueeze(-2)
     state = state * decay.unsqueeze(-2)
-    delta = (v - (state * k_row).sum(-1)) * beta.unsqueeze(-1)
+    delta = (v - _sum(state * k_row)) * beta.unsqueeze(-1)
     state = state + delta.unsqueeze(-1) * k_row
-    y = (state * q.unsqueeze(-2)).sum(-1)
+    y = _sum(state * q.unsqueeze(-2))
     if intermediate_dtype is not None:
         y = y.to(intermediate_dtype).to(compute)
 
     if tensors.norm_weight is not None and tensors.output_gate is not None:
         gate = pick(_rows(tensors.output_gate, batch, heads, dim)).to(compute).contiguous()
-        y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + problem.norm_eps)
-        y = y * tensors.norm_weight.view(dim).to(compute) * torch.sigmoid(gate)
+        y = y * torch.rsqrt(_sum(y * y).unsqueeze(-1) / dim + problem.norm_eps)
+        y = y * tensors.norm_weight.view(dim).to(compute) * _sigmoid(gate)
 
     tensors.conv_state[slots] = window
     tensors.state[slots] = state.to(spec.state_dtype)
@@ -133,7 +134,7 @@ def _convolution(
     total = products[0] if tensors.bias is None else tensors.bias.view(-1).to(compute) + products[0]
     for product in products[1:]:
         total = total + product
-    total = total * torch.sigmoid(total)
+    total = total * _sigmoid(total)
     q, k, v = total.view(-1, 3, heads, dim).unbind(1)
     window = torch.cat((history[..., 1:], x.unsqueeze(-1)), dim=-1)
     return q.contiguous(), k.contiguous(), v.contiguous(), window
@@ -142,8 +143,26 @@ def _convolution(
 def _log_decay(z: torch.Tensor, a_log: torch.Tensor, lower_bound: float | None) -> torch.Tensor:
     a = torch.exp(a_log)
     if lower_bound is not None:
-        return lower_bound * torch.sigmoid(a * z)
-    return -a * torch.nn.functional.softplus(z)
+        return lower_bound * _sigmoid(a * z)
+    return -a * (z.clamp_min(0.0) + torch.log1p(torch.exp(-z.abs())))
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def _sum(terms: torch.Tensor) -> torch.Tensor:
+    """Sum over the contiguous last dimension, in an order that depends on its length alone.
+
+    PyTorch's own sum is that on a CPU; on a GPU its order follows the number of sums, so there a fixed tree of halves.
+    """
+    if terms.device.type == "cpu":
+        return terms.sum(-1)
+    while terms.shape[-1] > 1:
+        half, odd = divmod(terms.shape[-1], 2)
+        halves = terms[..., :half] + terms[..., half : 2 * half]
+        terms = torch.cat((halves, terms[..., -1:]), dim=-1) if odd else halves
+    return terms[..., 0]
 
 
 def _rows(tensor: torch.Tensor, batch: int, heads: int, dim: int) -> torch.Tensor:
