@@ -1,7 +1,7 @@
 """The op as people call it: contract, then gate, then backend.
 
-The hot path is one dict lookup on the call's metadata: a call whose shapes, strides, dtypes and scalars were seen before
-goes straight to its backend's launch. Checks, the choice of a backend and compilation happen once per key.
+The hot path is one dict lookup on the call's metadata: a call whose shapes, strides, dtypes and scalars were seen
+before goes straight to its backend's launch. Checks, the choice of a backend and compilation happen once per key.
 """
 
 from __future__ import annotations
@@ -141,13 +141,7 @@ def fused_kda_decode(
         output_gate, norm_weight, has_initial_state,
     )  # fmt: skip
     scalars = (lower_bound, norm_eps, scale, null_slot, prefetch, backend)
-    try:
-        key = _key(tensors, scalars)
-    except (AttributeError, TypeError, RuntimeError):
-        key = None  # not a tensor, or one without strides or an address: the contract names it
-    plan = _plans.get(key) if key is not None else None
-    if plan is None:
-        plan = _make_plan(key, tensors, scalars)
+    plan = _plan(tensors, scalars)
     if out is None:
         out = torch.empty(plan.out_shape, dtype=x.dtype, device=x.device)
         tensors = tensors._replace(out=out)
@@ -166,6 +160,42 @@ def fused_kda_decode(
                 _check_data(plan.problem, tensors)
             launch(tensors)
     return out
+
+
+def warmup(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    raw_g: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state_indices: torch.Tensor,
+    state: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    lower_bound: float | None = None,
+    output_gate: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-5,
+    scale: float | None = None,
+    null_slot: int = 0,
+    has_initial_state: torch.Tensor | None = None,
+    prefetch: bool = False,
+    backend: str = "auto",
+) -> None:
+    """Do now what :func:`fused_kda_decode` does at its first call with such arguments: check, choose, compile.
+
+    Takes the same arguments and raises the same errors; reads and writes no tensor. For an engine to call before it
+    serves, or before it captures a CUDA graph. What a backend compiles does not depend on the batch, the pool size,
+    pitches or row strides, so one call per layer shape is enough.
+    """
+    tensors = Tensors(
+        x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, out,  # type: ignore[arg-type]
+        output_gate, norm_weight, has_initial_state,
+    )  # fmt: skip
+    _plan(tensors, (lower_bound, norm_eps, scale, null_slot, prefetch, backend))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +248,7 @@ def explain(
     problem = decode_problem(
         x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, out,
         lower_bound=lower_bound, output_gate=output_gate, norm_weight=norm_weight, norm_eps=norm_eps, scale=scale,
-        null_slot=null_slot, has_initial_state=has_initial_state,
+        null_slot=null_slot, has_initial_state=has_initial_state, prefetch=prefetch,
     )  # fmt: skip
     selection = None
     with contextlib.suppress(NotImplementedError):
@@ -271,19 +301,28 @@ def _key(t: Tensors, scalars: tuple[object, ...]) -> tuple[object, ...]:
     )  # fmt: skip
 
 
+def _plan(tensors: Tensors, scalars: tuple[object, ...]) -> _Plan:
+    """The plan for a call's metadata, made if it is new."""
+    key: tuple[object, ...] | None
+    try:
+        key = _key(tensors, scalars)
+        plan = _plans.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        # Not a tensor, one without strides or an address, or an unhashable scalar: the contract will name it.
+        key = plan = None
+    return plan if plan is not None else _make_plan(key, tensors, scalars)
+
+
 def _make_plan(key: tuple[object, ...] | None, tensors: Tensors, scalars: tuple[object, ...]) -> _Plan:
     lower_bound, norm_eps, scale, null_slot, prefetch, backend = scalars
-    if not isinstance(backend, str):
-        raise TypeError(f"backend: expected a string, got {type(backend).__name__}")
-    if not isinstance(prefetch, bool):
-        raise TypeError(f"prefetch: expected a bool, got {type(prefetch).__name__}")
     x, weight, bias, conv_state, raw_g, raw_beta, a_log, dt_bias, indices, state, out, gate, norm, initial = tensors
     problem = decode_problem(
         x, weight, bias, conv_state, raw_g, raw_beta, a_log, dt_bias, indices, state, out,
         lower_bound=lower_bound, output_gate=gate, norm_weight=norm, norm_eps=norm_eps, scale=scale,  # type: ignore[arg-type]
         null_slot=null_slot, has_initial_state=initial, prefetch=prefetch,  # type: ignore[arg-type]
     )  # fmt: skip
-    selection = gates.select(problem, backend)
+    selection = gates.select(problem, backend)  # type: ignore[arg-type]
+    _configure_logging(gates.settings().log_level)
     if selection.fallback is not None:
         _announce_fallback(selection)
     launch = None
@@ -300,6 +339,15 @@ def _make_plan(key: tuple[object, ...] | None, tensors: Tensors, scalars: tuple[
     return plan
 
 
+def _configure_logging(level: str | None) -> None:
+    """Apply ``FUSED_KDA_LOG_LEVEL``; without it the application's own set-up is left alone."""
+    if level is None:
+        return
+    logger.setLevel(level)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+
+
 def _announce_fallback(selection: gates.Selection) -> None:
     text = (
         f"fused_kda_decode runs on the slower backend {selection.backend}; faster gates are closed: "
@@ -310,7 +358,7 @@ def _announce_fallback(selection: gates.Selection) -> None:
     mark = (selection.backend, selection.fallback or "")
     if mark not in _warned:
         _warned.add(mark)
-        warnings.warn(text, FallbackWarning, stacklevel=4)
+        warnings.warn(text, FallbackWarning, stacklevel=5)
 
 
 def _stats_key(selection: gates.Selection) -> tuple[str, str]:
@@ -319,12 +367,16 @@ def _stats_key(selection: gates.Selection) -> tuple[str, str]:
 
 
 def _check_data(problem: DecodeProblem, tensors: Tensors) -> None:
-    """Debug mode: refuse repeated live slots, out-of-range indices and non-finite pools. Synchronises."""
+    """Debug mode: refuse repeated live slots, out-of-range indices and non-finite pools. Synchronises.
+
+    Out of range is what no engine means: beyond the pool, or below -1, although both are null rows to a kernel.
+    """
     indices = tensors.state_indices.flatten().tolist()
-    beyond = [row for row, slot in enumerate(indices) if slot >= problem.slots]
+    beyond = [row for row, slot in enumerate(indices) if not -1 <= slot < problem.slots]
     if beyond:
         raise ValueError(
-            f"state_indices: expected slots < {problem.slots}, got {[indices[row] for row in beyond]} in rows {beyond}"
+            f"state_indices: expected -1 <= slot < {problem.slots}, got {[indices[row] for row in beyond]} "
+            f"in rows {beyond}"
         )
     owners: dict[int, list[int]] = {}
     for row, slot in enumerate(indices):

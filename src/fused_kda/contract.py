@@ -1,6 +1,7 @@
 """The decode op's contract: every argument check, on metadata alone, and the problem that the checks leave.
 
-:func:`decode_problem` looks at shapes, strides, dtypes and devices, never at data; it raises before anything is touched:
+:func:`decode_problem` looks at shapes, strides, dtypes and devices, never at data, and raises before anything is
+touched:
 
 * ``TypeError`` for what is not a tensor, has a wrong dtype or lives on another device;
 * ``ValueError`` for a wrong shape, stride, layout or range, and for inputs that want a gradient.
@@ -177,7 +178,12 @@ def decode_problem(
         "has_initial_state": has_initial_state,
     }
     _check_kinds(given)
-    _check_scalars(lower_bound, norm_eps, scale, null_slot)
+    _check_types(x, given)
+    if A_log.dtype != dt_bias.dtype:
+        raise TypeError(f"dt_bias: expected dtype {_name(A_log.dtype)} (A_log's), got {_name(dt_bias.dtype)}")
+    if torch.is_grad_enabled():
+        _check_gradients(given)
+    _check_scalars(lower_bound, norm_eps, scale, null_slot, prefetch)
     if (output_gate is None) != (norm_weight is None):
         missing, present = ("output_gate", "norm_weight") if output_gate is None else ("norm_weight", "output_gate")
         raise ValueError(f"{missing}: expected a tensor because {present} is given (both or neither), got None")
@@ -258,7 +264,7 @@ _LIKE_X = ("conv_state", "raw_g", "raw_beta", "out", "output_gate")
 
 
 def _check_kinds(given: dict[str, torch.Tensor | None]) -> None:
-    """Each argument a strided tensor of an allowed dtype, on x's device, that wants no gradient."""
+    """Each argument a dense tensor, or None where it may be left out."""
     for name, tensor in given.items():
         if tensor is None and name in _OPTIONAL:
             continue
@@ -268,8 +274,9 @@ def _check_kinds(given: dict[str, torch.Tensor | None]) -> None:
         if tensor.layout != torch.strided:
             raise TypeError(f"{name}: expected a dense (strided) tensor, got {tensor.layout}")
 
-    x = given["x"]
-    assert x is not None  # an internal invariant: x is not optional, so the loop above has refused None
+
+def _check_types(x: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None:
+    """Each tensor of a dtype that goes with x's, and on x's device."""
     allowed: dict[str, tuple[torch.dtype, ...]] = {"x": ACTIVATION_DTYPES}
     if x.dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"x: expected dtype {_names(ACTIVATION_DTYPES)}, got {_name(x.dtype)}")
@@ -287,20 +294,20 @@ def _check_kinds(given: dict[str, torch.Tensor | None]) -> None:
             raise TypeError(f"{name}: expected dtype {_names(allowed[name])}, got {_name(tensor.dtype)}")
         if tensor.device != x.device:
             raise TypeError(f"{name}: expected device {x.device} (x's), got {tensor.device}")
-    a_log, dt_bias = given["A_log"], given["dt_bias"]
-    assert a_log is not None and dt_bias is not None
-    if a_log.dtype != dt_bias.dtype:
-        raise TypeError(f"dt_bias: expected dtype {_name(a_log.dtype)} (A_log's), got {_name(dt_bias.dtype)}")
-    if torch.is_grad_enabled():
-        for name, tensor in given.items():
-            if tensor is not None and tensor.requires_grad:
-                raise ValueError(
-                    f"{name}: expected a tensor without requires_grad (the op has no backward; "
-                    "call it under torch.no_grad() or detach), got requires_grad=True"
-                )
 
 
-def _check_scalars(lower_bound: float | None, norm_eps: float, scale: float | None, null_slot: int) -> None:
+def _check_gradients(given: dict[str, torch.Tensor | None]) -> None:
+    for name, tensor in given.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: expected a tensor without requires_grad (the op has no backward; "
+                "call it under torch.no_grad() or detach), got requires_grad=True"
+            )
+
+
+def _check_scalars(
+    lower_bound: float | None, norm_eps: float, scale: float | None, null_slot: int, prefetch: bool
+) -> None:
     for name, value in (("lower_bound", lower_bound), ("norm_eps", norm_eps), ("scale", scale)):
         if value is None and name != "norm_eps":
             continue
@@ -314,8 +321,10 @@ def _check_scalars(lower_bound: float | None, norm_eps: float, scale: float | No
         raise ValueError(f"norm_eps: expected a number >= 0, got {norm_eps}")
     if isinstance(null_slot, bool) or not isinstance(null_slot, int):
         raise TypeError(f"null_slot: expected an int, got {type(null_slot).__name__}")
-    if null_slot < -1:
-        raise ValueError(f"null_slot: expected -1 (slot 0 is live) or more, got {null_slot}")
+    if not -1 <= null_slot < 2**31:
+        raise ValueError(f"null_slot: expected -1 (slot 0 is live) or more, below 2**31, got {null_slot}")
+    if not isinstance(prefetch, bool):
+        raise TypeError(f"prefetch: expected a bool, got {type(prefetch).__name__}")
 
 
 def _weight_geometry(weight: torch.Tensor, heads: int, dim: int) -> tuple[int, tuple[int, int, int]]:

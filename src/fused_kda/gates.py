@@ -41,18 +41,24 @@ SWITCHES: tuple[Switch, ...] = (
         "check tensor data before each step (duplicate live slots, out-of-range indices, non-finite pools); "
         "synchronises the device",
     ),
-    Switch("FUSED_KDA_LOG_LEVEL", "DEBUG, INFO, WARNING, ERROR", "WARNING", "level of the `fused_kda` logger"),
+    Switch(
+        "FUSED_KDA_LOG_LEVEL",
+        "DEBUG, INFO, WARNING, ERROR",
+        "",
+        "level of the `fused_kda` logger, which then also prints to stderr if no handler is set up; "
+        "unset leaves it to the application",
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The environment switches, parsed."""
+    """The environment switches, parsed. ``log_level`` is None where the application's own logging set-up stands."""
 
     backend: str
     strict: bool
     debug: bool
-    log_level: str
+    log_level: str | None
 
 
 @functools.cache
@@ -67,13 +73,13 @@ def settings() -> Settings:
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"FUSED_KDA_BACKEND: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}")
     level = raw["FUSED_KDA_LOG_LEVEL"].upper()
-    if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+    if level not in ("", "DEBUG", "INFO", "WARNING", "ERROR"):
         raise ValueError(f"FUSED_KDA_LOG_LEVEL: expected DEBUG, INFO, WARNING or ERROR, got {level!r}")
     return Settings(
         backend=backend,
         strict=_flag("FUSED_KDA_STRICT", raw["FUSED_KDA_STRICT"]),
         debug=_flag("FUSED_KDA_DEBUG", raw["FUSED_KDA_DEBUG"]),
-        log_level=level,
+        log_level=level or None,
     )
 
 
@@ -245,9 +251,11 @@ def select(problem: DecodeProblem, backend: str = "auto") -> Selection:
         architecture: the caller warns, or raises in strict mode.
 
     Raises:
-        ValueError: no backend has that name.
+        TypeError, ValueError: ``backend`` is not a string; no backend has that name.
         NotImplementedError: the named backend lacks the problem; the text lists why, and which backends have it.
     """
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: expected a string, got {type(backend).__name__}")
     reason = "requested"
     if backend == "auto" and settings().backend != "auto":
         backend, reason = settings().backend, "FUSED_KDA_BACKEND"
@@ -259,8 +267,8 @@ def select(problem: DecodeProblem, backend: str = "auto") -> Selection:
         verdict = next(verdict for verdict in verdicts if verdict.backend == backend)
         if not verdict.open:
             raise NotImplementedError(
-                f"backend: {backend} cannot run this problem: {'; '.join(verdict.reasons)}. "
-                f"Backends that can: {', '.join(usable) or 'none'}"
+                f"backend: expected one that can run this problem ({', '.join(usable) or 'none can'}), got {backend} "
+                f"({reason}): {'; '.join(verdict.reasons)}"
             )
         return Selection(backend, reason, None)
     passed_over: list[str] = []
@@ -270,7 +278,9 @@ def select(problem: DecodeProblem, backend: str = "auto") -> Selection:
         if verdict.open:
             return Selection(verdict.backend, "auto", "; ".join(passed_over) or None)
         passed_over.append(str(verdict))
-    raise NotImplementedError(f"backend: no backend can run this problem: {'; '.join(map(str, verdicts))}")
+    raise NotImplementedError(
+        f"backend: expected one that can run this problem (none can), got auto: {'; '.join(map(str, verdicts))}"
+    )
 
 
 @functools.cache

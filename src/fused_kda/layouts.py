@@ -1,11 +1,11 @@
-"""Conv-state layouts: SD and DS told apart by strides, converted, cut for tensor parallelism, shared with the state in a page.
+"""Conv-state layouts SD and DS: told apart by strides, converted, cut by tensor-parallel rank, paged with the state.
 
 The op always sees the conv pool as a view ``[slots, 3P, W-1]`` (P = heads * head_dim; channels in the order q | k | v).
 What lies behind the view is one of
 
 * **SD** ``[slots, taps, channels]``: strides ``(pitch, 1, 3P)``; one tap of all channels is contiguous;
-* **DS** ``[slots, channels, taps]``: strides ``(pitch, taps, 1)``; one channel's history is contiguous, so the channels of
-  one tensor-parallel rank are one contiguous range each for q, k and v. ``taps`` may exceed ``W - 1``: engines keep
+* **DS** ``[slots, channels, taps]``: strides ``(pitch, taps, 1)``; one channel's history is contiguous, so the channels
+  of one tensor-parallel rank are one contiguous range each for q, k and v. ``taps`` may exceed ``W - 1``: engines keep
   spare history rows for speculation.
 
 All strides and pitches here are in elements, all ranges in bytes. Nothing in this module reads tensor data, except
@@ -55,12 +55,6 @@ class ConvLayout:
         """Elements of one dense slot, spare taps included."""
         return self.channels * self.taps
 
-    @property
-    def name(self) -> str:
-        """ "SD", "DS", or e.g. "DS+2" for DS with two spare taps beyond the width-4 window of three."""
-        spare = self.taps - 3
-        return f"{self.kind}{spare:+d}" if self.kind == "DS" and spare > 0 else self.kind
-
     def span(self, window: int) -> int:
         """Elements from a slot's first to its last touched element, inclusive, when ``window`` taps are in use."""
         return (self.channels - 1) * self.channel_stride + (window - 1) * self.tap_stride + 1
@@ -90,7 +84,7 @@ def conv_view(storage: torch.Tensor, layout: ConvLayout, window: int) -> torch.T
     """View pool storage in its own order as the op's ``[slots, 3P, window]``.
 
     Args:
-        storage: ``[slots, taps, channels]`` (SD) or ``[slots, channels, taps]`` (DS), inner dimensions dense, any slot pitch.
+        storage: ``[slots, taps, channels]`` (SD) or ``[slots, channels, taps]`` (DS), each slot dense, any slot pitch.
         layout: the storage's layout.
         window: W - 1, the taps that the op uses.
 
@@ -100,7 +94,7 @@ def conv_view(storage: torch.Tensor, layout: ConvLayout, window: int) -> torch.T
     inner = (layout.taps, layout.channels) if layout.kind == "SD" else (layout.channels, layout.taps)
     if tuple(storage.shape[1:]) != inner:
         raise ValueError(
-            f"storage: expected [slots, {inner[0]}, {inner[1]}] for {layout.name}, got {list(storage.shape)}"
+            f"storage: expected [slots, {inner[0]}, {inner[1]}] for {layout.kind}, got {list(storage.shape)}"
         )
     if window > layout.taps:
         raise ValueError(f"window: expected at most the pool's {layout.taps} taps, got {window}")
@@ -141,7 +135,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's share of the heads: ``rank`` of ``size`` tensor-parallel ranks over ``heads`` heads of ``head_dim``."""
+    """The share of one tensor-parallel rank, ``rank`` of ``size``, in ``heads`` heads of ``head_dim``."""
 
     heads: int
     head_dim: int
@@ -223,7 +217,7 @@ def merge_ranges(ranges: Sequence[ByteRange]) -> tuple[ByteRange, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Conv and recurrent state of one slot in one page: bytes ``[0, conv)``, then ``[conv, conv + state)``, then padding.
+    """Conv and recurrent state of a slot in one page: bytes ``[0, conv)``, then ``[conv, conv + state)``, then padding.
 
     Attributes:
         conv: the conv layout.
@@ -275,7 +269,7 @@ class PageLayout:
             )
         slots = storage.shape[0]
         inner = (self.conv.taps, self.conv.channels) if self.conv.kind == "SD" else (self.conv.channels, self.conv.taps)
-        conv = storage.view(self.conv_dtype)[:, : self.conv.elements].unflatten(1, inner)
+        conv = storage.view(self.conv_dtype)[:, : self.conv.elements].view(slots, *inner)
         first = self.conv_bytes // self.state_dtype.itemsize
         count = self.heads * self.head_dim * self.head_dim
         state = storage.view(self.state_dtype)[:, first : first + count]

@@ -12,17 +12,18 @@ import torch
 from .api import fused_kda_decode
 
 SCHEMA = (
-    "decode(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, Tensor raw_g, Tensor raw_beta, Tensor A_log, "
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, Tensor raw_g, Tensor raw_beta, Tensor A_log, "
     "Tensor dt_bias, Tensor state_indices, Tensor(b!) state, Tensor(c!) out, float? lower_bound=None, "
     "Tensor? output_gate=None, Tensor? norm_weight=None, float norm_eps=1e-5, float? scale=None, int null_slot=0, "
     'Tensor? has_initial_state=None, bool prefetch=False, str backend="auto") -> ()'
 )
 
-_library = torch.library.Library("fused_kda", "DEF")
-_library.define(SCHEMA)
+QUALNAME = "fused_kda::decode"
+
+# Exact strides: the conv layout, the row strides and the pitches are the arguments' meaning, and no copy is wanted.
+torch.library.define(QUALNAME, SCHEMA, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
 
 
-@torch.library.impl(_library, "decode", "CompositeExplicitAutograd")
 def _decode(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -52,6 +53,9 @@ def _decode(
     )  # fmt: skip
 
 
-@torch.library.register_fake("fused_kda::decode", lib=_library)
 def _decode_fake(*args: object, **kwargs: object) -> None:
     """Nothing to compute: the op only mutates."""
+
+
+torch.library.impl(QUALNAME, "CompositeExplicitAutograd", _decode)
+torch.library.register_fake(QUALNAME, _decode_fake)

@@ -69,7 +69,7 @@ def decode_step(
             return tensor
 
     count = len(live)
-    slots = torch.tensor([indices[row] for row in live], device=problem.device)
+    slots = torch.tensor([indices[row] for row in live], dtype=torch.int64, device=problem.device)
     started = None if tensors.has_initial_state is None else pick(tensors.has_initial_state)
 
     q, k, v, window = _convolution(problem, tensors, pick(tensors.x), slots, started, compute)
@@ -169,4 +169,4 @@ def _rows(tensor: torch.Tensor, batch: int, heads: int, dim: int) -> torch.Tenso
     """``[B, H, D]`` view of any of the row forms that the contract allows."""
     if tensor.ndim == 4:
         return tensor[0]
-    return tensor if tensor.ndim == 3 else tensor.unflatten(1, (heads, dim))
+    return tensor if tensor.ndim == 3 else tensor.view(batch, heads, dim)
