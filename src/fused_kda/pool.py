@@ -1,0 +1,193 @@
+"""Pools of conv windows and recurrent states: many layers, one set of slots.
+
+A slot is one sequence's place in every layer. The pool hands slots out and takes them back; what lies in them is written
+by the op and by prefill alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple, overload
+
+import torch
+
+from .contract import ACTIVATION_DTYPES
+from .layouts import LAYOUTS, ConvLayout, LayoutKind, PageLayout, conv_view
+
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+class PoolFullError(RuntimeError):
+    """More slots were asked for than are free. Nothing was allocated."""
+
+
+class LayerPool(NamedTuple):
+    """One layer's pools in the op's form.
+
+    Attributes:
+        conv_state: ``[slots, 3P, W-1]`` view, SD or DS.
+        state: ``[slots, H, D(V), D(K)]`` view, K contiguous.
+        null_slot: indices up to this one name no slot (0: slot 0 is reserved; -1: all slots are usable).
+    """
+
+    conv_state: torch.Tensor
+    state: torch.Tensor
+    null_slot: int
+
+
+class StatePool:
+    """Conv windows and recurrent states of ``layers`` KDA layers for ``slots`` sequences.
+
+    Args:
+        layers: number of KDA layers. Each has storage of its own.
+        slots: pool size, the reserved slot included.
+        heads: H, heads on this rank.
+        head_dim: D.
+        conv_width: W; the pool keeps W - 1 taps.
+        layout: "SD" or "DS", see :mod:`fused_kda.layouts`.
+        spare_taps: history rows per channel beyond W - 1, as engines keep for speculation. The op does not use them.
+        page_shared: conv and state of a slot lie in one page (equal byte pitch), as in vLLM's pools.
+        conv_dtype: dtype of the layer's activations.
+        state_dtype: float32 or bfloat16 (float64 for float64 activations).
+        null_slot: 0 reserves slot 0 (vLLM, FlashInfer), -1 keeps it usable (SGLang, fla).
+        device: where the storage lives.
+
+    A new pool is zero. A slot that is freed keeps its bytes: the request that gets it next must start with
+    ``has_initial_state`` False, or call :meth:`reset`. Not thread-safe.
+
+    Raises:
+        ValueError, TypeError: an argument out of its range; the text names it.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        heads: int,
+        head_dim: int = 128,
+        conv_width: int = 4,
+        *,
+        layout: LayoutKind = "SD",
+        spare_taps: int = 0,
+        page_shared: bool = False,
+        conv_dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
+        null_slot: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if null_slot not in (-1, 0):
+            raise ValueError(
+                f"null_slot: expected 0 (slot 0 is reserved) or -1 (all slots are usable), got {null_slot}"
+            )
+        least = {"layers": (layers, 1), "slots": (slots, null_slot + 2), "heads": (heads, 1), "head_dim": (head_dim, 1)}
+        least |= {"conv_width": (conv_width, 2), "spare_taps": (spare_taps, 0)}
+        for name, (value, bound) in least.items():
+            if value < bound:
+                raise ValueError(f"{name}: expected >= {bound}, got {value}")
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+        for name, dtype, allowed in (
+            ("conv_dtype", conv_dtype, ACTIVATION_DTYPES),
+            ("state_dtype", state_dtype, STATE_DTYPES),
+        ):
+            if dtype not in allowed:
+                raise TypeError(f"{name}: expected {' or '.join(map(str, allowed))}, got {dtype}")
+        self.slots = slots
+        self.null_slot = null_slot
+        channels = 3 * heads * head_dim
+        conv_layout = ConvLayout(layout, channels, conv_width - 1 + spare_taps)
+        self._layers: list[LayerPool] = []
+        for _ in range(layers):
+            if page_shared:
+                pages = PageLayout(conv_layout, conv_dtype, state_dtype, heads, head_dim)
+                storage = torch.zeros(slots, pages.page_bytes, dtype=torch.uint8, device=device)
+                conv_state, state = pages.views(storage, conv_width - 1)
+            else:
+                inner = (conv_layout.taps, channels) if layout == "SD" else (channels, conv_layout.taps)
+                conv = torch.zeros(slots, *inner, dtype=conv_dtype, device=device)
+                conv_state = conv_view(conv, conv_layout, conv_width - 1)
+                state = torch.zeros(slots, heads, head_dim, head_dim, dtype=state_dtype, device=device)
+            self._layers.append(LayerPool(conv_state, state, null_slot))
+        self._free = list(range(self.first_slot, slots))  # ascending, hence already a heap
+        self._allocated: set[int] = set()
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self._layers)
+
+    @property
+    def first_slot(self) -> int:
+        """The lowest usable slot."""
+        return self.null_slot + 1
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that fit: all slots but the reserved one."""
+        return self.slots - self.first_slot
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that :meth:`allocate` can still give."""
+        return len(self._free)
+
+    @property
+    def allocated(self) -> frozenset[int]:
+        """Slots in use."""
+        return frozenset(self._allocated)
+
+    def layer(self, index: int) -> LayerPool:
+        """The pools of layer ``index`` in the op's form: views, no copy."""
+        if not 0 <= index < len(self._layers):
+            raise ValueError(f"index: expected 0 <= layer < {len(self._layers)}, got {index}")
+        return self._layers[index]
+
+    @overload
+    def allocate(self) -> int: ...
+    @overload
+    def allocate(self, count: int) -> list[int]: ...
+    def allocate(self, count: int | None = None) -> int | list[int]:
+        """Take the lowest free slot, or the ``count`` lowest.
+
+        Returns:
+            The slot, or (with ``count``) a list of slots, ascending.
+
+        Raises:
+            PoolFullError: fewer are free; none is taken.
+        """
+        wanted = 1 if count is None else count
+        if wanted < 0:
+            raise ValueError(f"count: expected >= 0, got {wanted}")
+        if wanted > len(self._free):
+            raise PoolFullError(f"pool: {wanted} slots asked for, {len(self._free)} of {self.capacity} are free")
+        taken = [heapq.heappop(self._free) for _ in range(wanted)]
+        self._allocated.update(taken)
+        return taken[0] if count is None else taken
+
+    def free(self, slot: int) -> None:
+        """Give a slot back. Its bytes stay.
+
+        Raises:
+            ValueError: the slot does not exist, is the reserved one, or is free already.
+        """
+        self._check_allocated(slot)
+        self._allocated.remove(slot)
+        heapq.heappush(self._free, slot)
+
+    def reset(self, slot: int) -> None:
+        """Zero an allocated slot's window and state in every layer.
+
+        Raises:
+            ValueError: as for :meth:`free`.
+        """
+        self._check_allocated(slot)
+        for layer in self._layers:
+            layer.conv_state[slot].zero_()
+            layer.state[slot].zero_()
+
+    def _check_allocated(self, slot: int) -> None:
+        if not self.first_slot <= slot < self.slots:
+            reserved = " (0 is reserved)" if slot == self.null_slot else ""
+            raise ValueError(f"slot: expected {self.first_slot} <= slot < {self.slots}, got {slot}{reserved}")
+        if slot not in self._allocated:
+            raise ValueError(f"slot: expected an allocated slot, got {slot}, which is free (freed twice?)")
