@@ -1,0 +1,22 @@
+"""The ``fused-kda`` command: generate, eval, check, doctor.
+
+Every command prints for a person, or with ``--json`` one JSON document for a program. Exit codes: 0 done, 1 a check
+failed or a figure was below the one asked for, 2 the command line cannot be carried out.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from .check import check
+from .doctor import doctor
+
+app = typer.Typer(
+    name="fused-kda",
+    help="One decode step of a Kimi Delta Attention layer in one kernel launch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (check, doctor):
+    app.command()(command)
