@@ -155,7 +155,7 @@ def _null_rows(subject: Subject) -> None:
             subject.agree(call)
             if not call.live:
                 continue
-            compact = _take(alone, call.live)
+            compact = take(alone, call.live)
             out = compact.run(subject.backend)
             _same(f"live rows without padding (null_slot={null_slot})", call, compact, list(call.live), out)
 
@@ -178,7 +178,7 @@ def _batch_invariance(subject: Subject) -> None:
     for batch in subject.size.batches:
         for first in sorted({0, (most - batch) // 2, most - batch}):
             rows = list(range(first, first + batch))
-            part = _take(snapshot.clone(), rows[::-1])
+            part = take(snapshot.clone(), rows[::-1])
             out = part.run(subject.backend)
             _same(f"B={batch} from row {first}, against B={most}", whole, part, rows[::-1], out)
 
@@ -260,7 +260,7 @@ def _graph(subject: Subject) -> None:
 _ROW_INPUTS = ("x", "raw_beta", "state_indices", "has_initial_state", "output_gate", "out")
 
 
-def _take(call: Call, rows: Iterable[int]) -> Call:
+def take(call: Call, rows: Iterable[int]) -> Call:
     """The call restricted to some of its rows, in the order given, on the same pools; out poisoned anew."""
     chosen = list(rows)
     slots = dict(zip(call.live, call.slots, strict=True))

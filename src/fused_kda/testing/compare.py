@@ -64,9 +64,9 @@ def expected(call: Call, *, chain: bool = False) -> Expected:
     low_out, low_state, _ = _evaluate(call, low, dtype if chain else None)
     return Expected(
         out=exact_out,
-        out_budget=_budget(exact_out, low_out.double(), (-1,), dtype),
+        out_budget=budget(exact_out, low_out.double(), (-1,), dtype),
         state=exact_state,
-        state_budget=_budget(exact_state, low_state.double(), (-2, -1), state_dtype),
+        state_budget=budget(exact_state, low_state.double(), (-2, -1), state_dtype),
         window=window,
     )
 
@@ -116,7 +116,15 @@ def check_equal(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
         )
 
 
-def _budget(exact: torch.Tensor, low: torch.Tensor, over: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def budget(exact: torch.Tensor, low: torch.Tensor, over: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allowed absolute error per element, as the module says.
+
+    Args:
+        exact: float64 result.
+        low: the same by an independent low-precision evaluation, in float64.
+        over: dimensions whose largest value an error is relative to.
+        dtype: to which the result under test is rounded.
+    """
     scale = exact.abs().amax(over, keepdim=True)
     error = (low - exact).abs().amax(over, keepdim=True)
     relative = torch.where(scale > 0, error / scale.clamp_min(1e-300), torch.zeros_like(scale))
