@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FL
 CUDA_SOURCES := $(wildcard src/fused_kda/kernels/cuda/*.cu)
 # One thread per test process: two of them on two cores are quicker than either with two threads.
 TEST_ENV := OMP_NUM_THREADS=1
-# cuda-core and the pinned compilers exist for Linux alone.
+# cuda-core, NVRTC and Triton exist for Linux alone.
 ifeq ($(shell uname -s),Linux)
 DEV_EXTRAS := cuda,dev,plot
 else
