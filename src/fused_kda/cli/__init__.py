@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from .check import check
-from .doctor import doctor
+from . import check, doctor
 
 app = typer.Typer(
     name="fused-kda",
@@ -18,5 +17,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (check, doctor):
-    app.command()(command)
+app.command("check")(check.command)
+app.command("doctor")(doctor.command)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -17,7 +18,7 @@ from .terminal import FAILED, console, errors, parse_backends, parse_device, pri
 _STYLES = {"pass": "green", "fail": "bold red", "not run": "yellow"}
 
 
-def check(
+def command(
     backend: Annotated[str, typer.Option(help="all, or names separated by commas")] = "all",
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda[:number]; default: the first GPU, else the CPU")
@@ -63,7 +64,7 @@ def _print(names: tuple[str, ...], device: torch.device, outcomes: list[Outcome]
     found = {(outcome.check, outcome.backend): outcome for outcome in outcomes}
     for item in CHECKS:
         cells = [found[item.name, name].status for name in names]
-        table.add_row(item.name, item.asserts, *(f"[{_STYLES[cell]}]{cell}[/]" for cell in cells))
+        table.add_row(item.name, escape(item.asserts), *(f"[{_STYLES[cell]}]{cell}[/]" for cell in cells))
     console.print(table)
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for outcome in outcomes:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__, gates
@@ -54,7 +55,7 @@ class Gate:
     opens_with: str
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False) -> None:
+def command(as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False) -> None:
     """Show this machine's devices and versions, and for each backend whether its gate is open, and if not why."""
     report = examine()
     if as_json:
@@ -151,12 +152,13 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f'On {one["device"]}, backend="auto" takes {chosen or "nothing: no gate is open"}.', markup=False)
     if len(report["devices"]) == 1:
         console.print("This machine has no GPU: the op runs, for tests and small models, at a CPU's speed.")
-    switches = Table(title="environment switches", title_justify="left")
-    for heading in ("variable", "now", "values", "meaning"):
-        switches.add_column(heading, no_wrap=heading == "variable")
+    switches = Table(title="environment switches", title_justify="left", show_header=False)
+    switches.add_column(no_wrap=True)
+    switches.add_column()
     for switch in report["switches"]:
-        now = switch["value"] if switch["value"] is not None else f"{switch['default']} (default)"
-        switches.add_row(switch["variable"], now, switch["values"], switch["meaning"])
+        now = switch["value"] if switch["value"] is not None else switch["default"] or "unset"
+        meaning = f"{switch['meaning']} (takes {switch['values']})"
+        switches.add_row(f"{switch['variable']}={now}", escape(meaning))
     console.print(switches)
 
 
@@ -170,5 +172,6 @@ def _gate_table(device: dict[str, Any], found: list[dict[str, Any]]) -> Table:
         text = one["covers"] if one["open"] else "; ".join(one["reasons"])
         if one["opens_with"]:
             text += f". Opens with: {one['opens_with']}"
-        table.add_row(one["backend"], state, "-" if one["launches"] is None else str(one["launches"]), text)
+        launches = "-" if one["launches"] is None else str(one["launches"])
+        table.add_row(one["backend"], state, launches, escape(text))
     return table

@@ -226,11 +226,11 @@ def _extremes(subject: Subject) -> None:
 
 def _graph(subject: Subject) -> None:
     """Captured once, replayed with other indices and inputs in the same buffers: the bits of eager calls."""
+    replayed = subject.draw(batch=max(subject.size.rows, 4), slots=4 * subject.size.rows + 8)
     if subject.device.type != "cuda":
         raise NotRun(f"graphs are captured on a CUDA or HIP device, not on {subject.device.type}")
     if subject.backend == "reference":
         raise NotRun("the reference reads indices on the host, which a capture forbids")
-    replayed = subject.draw(batch=max(subject.size.rows, 4), slots=4 * subject.size.rows + 8)
     for pool in ("conv_state", "state"):
         replayed.arguments[pool].nan_to_num_(nan=0.25)
     eager = replayed.clone()

@@ -1,0 +1,118 @@
+"""The command line: what each command prints, as text and as JSON, and how it ends when it cannot go on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from fused_kda import gates
+from fused_kda.cli import app, doctor
+from fused_kda.kernels import reference
+from fused_kda.testing.battery import CHECKS
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
+
+
+def run_json(*arguments: str) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_help_lists_the_commands() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("check", "doctor"):
+        assert command in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("check", "--backend", "warp"), "--backend: expected all or some of"),
+        (("check", "--device", "tpu"), "--device: expected cpu or cuda[:number], got 'tpu'"),
+        (("check", "--device", "meta"), "--device: expected cpu or cuda[:number], got 'meta'"),
+        (("check", "--device", "cuda:99"), "CUDA devices, got 'cuda:99'"),
+    ],
+)
+def test_what_cannot_be_carried_out_ends_with_one_line_and_code_2(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+class TestCheck:
+    def test_prints_every_check_and_the_reasons_of_what_was_not_run(self) -> None:
+        result = run("check", "--backend", "reference", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        for check in CHECKS:
+            assert check.name in result.stdout
+        assert "reference: not run: graph replay: graphs are captured on" in result.stdout
+        assert f"{len(CHECKS) - 1} pass, 0 fail, 1 not run" in result.stdout
+
+    def test_json(self) -> None:
+        report = run_json("check", "--backend", "reference", "--device", "cpu")
+        assert report["device"] == report["architecture"] == "cpu"
+        assert [outcome["check"] for outcome in report["outcomes"]] == [check.name for check in CHECKS]
+        assert {outcome["status"] for outcome in report["outcomes"]} == {"pass", "not run"}
+
+    def test_a_failed_check_ends_with_code_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reference, "decode_step", lambda problem, tensors: tensors.out.zero_())
+        result = run("check", "--backend", "reference", "--device", "cpu")
+        assert result.exit_code == 1
+        assert "checks failed" in result.stderr
+        assert "reference: fail: SD" in result.stdout
+
+    def test_nothing_run_is_not_success(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gates, "TABLE", tuple(replace(row, archs=("sm_00",)) for row in gates.TABLE))
+        result = run("check", "--backend", "reference", "--device", "cpu")
+        assert result.exit_code == 1
+        assert "no check could be run on reference" in result.stderr
+        assert "every check: architecture cpu is not in sm_00" in result.stdout
+
+
+class TestDoctor:
+    def test_text_names_devices_versions_backends_and_switches(self) -> None:
+        result = run("doctor")
+        assert result.exit_code == 0, result.output
+        for word in ("cpu", "torch", "reference", "open", *(switch.variable for switch in gates.SWITCHES)):
+            assert word in result.stdout
+
+    def test_json(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FUSED_KDA_STRICT", "1")
+        report = run_json("doctor")
+        assert report["devices"][0]["device"] == "cpu"
+        assert report["versions"]["torch"] == torch.__version__
+        assert report["auto"]["cpu"] == "reference"
+        on_cpu = {gate["backend"]: gate for gate in report["backends"] if gate["device"] == "cpu"}
+        assert tuple(on_cpu) == gates.BACKENDS
+        assert on_cpu["reference"]["open"]
+        values = {switch["variable"]: switch["value"] for switch in report["switches"]}
+        assert values["FUSED_KDA_STRICT"] == "1"
+        assert values["FUSED_KDA_DEBUG"] is None
+
+    def test_a_closed_gate_says_what_would_open_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        row = gates.rows("reference")[0]
+        cpu = torch.device("cpu")
+        monkeypatch.setattr(gates, "TABLE", (replace(row, archs=("sm_90", "gfx942")),))
+        found = doctor.gate("reference", cpu)
+        assert not found.open
+        assert found.reasons == ("no row for architecture cpu",)
+        assert found.opens_with == "one of sm_90, gfx942"
+
+        monkeypatch.setattr(gates, "TABLE", (replace(row, modules=("triton.absent", "torch")),))
+        found = doctor.gate("reference", cpu)
+        assert found.reasons == ("module triton.absent is not installed",)
+        assert found.opens_with == "pip install 'fused-kda[triton]'"
+
+        monkeypatch.setattr(gates, "TABLE", (replace(row, condition=lambda: "the driver is too old"),))
+        found = doctor.gate("reference", cpu)
+        assert (found.open, found.reasons, found.opens_with) == (False, ("the driver is too old",), "")
