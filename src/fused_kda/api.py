@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -321,6 +321,9 @@ def _make_plan(key: tuple[object, ...] | None, tensors: Tensors, scalars: tuple[
         lower_bound=lower_bound, output_gate=gate, norm_weight=norm, norm_eps=norm_eps, scale=scale,  # type: ignore[arg-type]
         null_slot=null_slot, has_initial_state=initial, prefetch=prefetch,  # type: ignore[arg-type]
     )  # fmt: skip
+    forced = gates.settings().prefetch
+    if forced is not None:
+        problem = replace(problem, prefetch=forced)
     selection = gates.select(problem, backend)  # type: ignore[arg-type]
     _configure_logging(gates.settings().log_level)
     if selection.fallback is not None:

@@ -14,6 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -48,17 +49,35 @@ SWITCHES: tuple[Switch, ...] = (
         "level of the `fused_kda` logger, which then also prints to stderr if no handler is set up; "
         "unset leaves it to the application",
     ),
+    Switch(
+        "FUSED_KDA_PREFETCH",
+        "call, 0, 1",
+        "call",
+        "whether GPU kernels read weights, pools and indices ahead of the previous kernel: as each call says, never, "
+        "always",
+    ),
+    Switch(
+        "FUSED_KDA_CACHE_DIR",
+        "a directory",
+        "",
+        "where compiled CUDA kernels are kept; unset means `fused-kda` in `XDG_CACHE_HOME` or `~/.cache`",
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The environment switches, parsed. ``log_level`` is None where the application's own logging set-up stands."""
+    """The environment switches, parsed.
+
+    ``log_level`` is None where the application's own logging set-up stands, ``prefetch`` where each call's word does.
+    """
 
     backend: str
     strict: bool
     debug: bool
     log_level: str | None
+    prefetch: bool | None
+    cache_dir: Path
 
 
 @functools.cache
@@ -80,7 +99,15 @@ def settings() -> Settings:
         strict=_flag("FUSED_KDA_STRICT", raw["FUSED_KDA_STRICT"]),
         debug=_flag("FUSED_KDA_DEBUG", raw["FUSED_KDA_DEBUG"]),
         log_level=level or None,
+        prefetch=None
+        if raw["FUSED_KDA_PREFETCH"] == "call"
+        else _flag("FUSED_KDA_PREFETCH", raw["FUSED_KDA_PREFETCH"]),
+        cache_dir=Path(raw["FUSED_KDA_CACHE_DIR"] or _user_cache() / "fused-kda"),
     )
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def _flag(variable: str, value: str) -> bool:
