@@ -1,0 +1,44 @@
+"""Settings shared by all tests, and the backends that this machine can run, as one fixture."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+
+from fused_kda import api, gates
+from fused_kda.testing.battery import Subject, default_size
+
+# The same examples in every run, here and in CI: a failure can always be repeated.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=False)
+hypothesis.settings.load_profile("repeatable")
+
+
+def _runnable() -> list[object]:
+    """``(backend, device)`` for every backend that some row of the gates' table opens on a device of this machine."""
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+    found: list[object] = []
+    for device in devices:
+        for backend in gates.BACKENDS:
+            rows = gates.rows(backend, gates.architecture(device))
+            if any(not row.machine_reasons() for row in rows):
+                marks = [pytest.mark.gpu] if device.type == "cuda" else []
+                found.append(pytest.param((backend, device), id=f"{backend}-{device.type}", marks=marks))
+    return found
+
+
+@pytest.fixture(params=_runnable())
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """One backend on one device, at the size that suits it."""
+    backend, device = request.param
+    return Subject(backend, device, default_size(device, backend))
+
+
+@pytest.fixture(autouse=True)
+def fresh_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plans, statistics, warnings or environment switches left over from another test."""
+    for switch in gates.SWITCHES:
+        monkeypatch.delenv(switch.variable, raising=False)
+    api.reset()
