@@ -1,0 +1,1 @@
+"""What is measured, with what, and how it is drawn."""
