@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from . import check, doctor
+from . import check, doctor, model
 
 app = typer.Typer(
     name="fused-kda",
@@ -17,5 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("generate")(model.generate_command)
+app.command("eval")(model.eval_command)
 app.command("check")(check.command)
 app.command("doctor")(doctor.command)
