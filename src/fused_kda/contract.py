@@ -291,7 +291,8 @@ def _check_types(x: torch.Tensor, given: dict[str, torch.Tensor | None]) -> None
         if tensor is None:
             continue
         if tensor.dtype not in allowed[name]:
-            raise TypeError(f"{name}: expected dtype {_names(allowed[name])}, got {_name(tensor.dtype)}")
+            like = " (x's)" if name in _LIKE_X else ""
+            raise TypeError(f"{name}: expected dtype {_names(allowed[name])}{like}, got {_name(tensor.dtype)}")
         if tensor.device != x.device:
             raise TypeError(f"{name}: expected device {x.device} (x's), got {tensor.device}")
 

@@ -1,0 +1,387 @@
+"""Every check of the contract by its text, each with proof that nothing was touched; and what the checks leave."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fused_kda import explain, fused_kda_decode, warmup
+from fused_kda.contract import DecodeProblem, Tensors, decode_problem
+from fused_kda.layouts import ConvLayout
+from fused_kda.testing.problems import Draw, draw
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+# B = 3, H = 2, D = 8, so P = 16; W = 4; six slots.
+BASE = Draw(head_dim=8, bias_dtype=FP32, mask=True, guard=4)
+OPTIONAL = ("bias", "out", "output_gate", "norm_weight", "has_initial_state")
+
+Change = Callable[[Any], Any]
+INVALID: list[tuple[type[Exception], str, dict[str, Change]]] = []
+
+
+def invalid(error: type[Exception], text: str, **changes: Change) -> None:
+    """A call that differs from the base in ``changes`` must raise ``error`` with exactly this text."""
+    INVALID.append((error, text, changes))
+
+
+def to(dtype: torch.dtype) -> Change:
+    return lambda tensor: tensor.to(dtype)
+
+
+def put(value: Any) -> Change:
+    return lambda old: value
+
+
+def zeros(*shape: int) -> Change:
+    """Zeros of another shape, in the old tensor's dtype."""
+    return lambda old: old.new_zeros(shape)
+
+
+def strided(*strides: int) -> Change:
+    """Zeros of the old shape with other strides."""
+
+    def change(old: torch.Tensor) -> torch.Tensor:
+        size = 1 + sum((n - 1) * s for n, s in zip(old.shape, strides, strict=True))
+        return torch.as_strided(old.new_zeros(size), old.shape, strides)
+
+    return change
+
+
+def spread(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, every second element of a buffer."""
+    return torch.stack((tensor, tensor), dim=-1)[..., 0]
+
+
+# Not a tensor at all, or not a dense one.
+for name in Tensors._fields:
+    if name in OPTIONAL:
+        invalid(TypeError, f"{name}: expected a tensor or None, got float", **{name: put(1.0)})
+    else:
+        invalid(TypeError, f"{name}: expected a tensor, got NoneType", **{name: put(None)})
+        invalid(TypeError, f"{name}: expected a tensor, got list", **{name: put([1.0])})
+for name in ("x", "state", "norm_weight"):
+    invalid(
+        TypeError,
+        f"{name}: expected a dense (strided) tensor, got torch.sparse_coo",
+        **{name: lambda tensor: tensor.to_sparse()},
+    )
+
+# Another device.
+for name in Tensors._fields:
+    if name != "x":
+        invalid(
+            TypeError,
+            f"{name}: expected device cpu (x's), got meta",
+            **{name: lambda tensor: torch.empty_like(tensor, device="meta")},
+        )
+
+# Dtypes.
+for wrong in ("int32", "float8_e4m3fn", "complex64"):
+    invalid(
+        TypeError,
+        f"x: expected dtype bfloat16 or float16 or float32 or float64, got {wrong}",
+        x=to(getattr(torch, wrong)),
+    )
+invalid(TypeError, "conv_state: expected dtype float32 (x's), got bfloat16", x=to(FP32))
+for name in ("conv_state", "raw_g", "raw_beta", "out", "output_gate"):
+    for wrong in ("float32", "float16"):
+        invalid(
+            TypeError,
+            f"{name}: expected dtype bfloat16 (x's), got {wrong}",
+            **{name: to(getattr(torch, wrong))},
+        )
+invalid(
+    TypeError,
+    "conv_state: expected dtype bfloat16 (x's), got int16",
+    conv_state=lambda pool: pool.view(torch.int16),
+)
+for name in ("weight", "bias", "norm_weight", "state"):
+    for wrong in ("float16", "float64"):
+        invalid(
+            TypeError,
+            f"{name}: expected dtype float32 or bfloat16, got {wrong}",
+            **{name: to(getattr(torch, wrong))},
+        )
+for name in ("A_log", "dt_bias"):
+    for wrong in ("bfloat16", "float64"):
+        invalid(TypeError, f"{name}: expected dtype float32, got {wrong}", **{name: to(getattr(torch, wrong))})
+for wrong in ("int16", "uint8", "float32", "bool"):
+    invalid(
+        TypeError,
+        f"state_indices: expected dtype int32 or int64, got {wrong}",
+        state_indices=to(getattr(torch, wrong)),
+    )
+invalid(TypeError, "has_initial_state: expected dtype bool, got uint8", has_initial_state=to(torch.uint8))
+
+# Gradients.
+for name in ("x", "weight", "bias", "conv_state", "raw_g", "A_log", "state", "norm_weight"):
+    invalid(
+        ValueError,
+        f"{name}: expected a tensor without requires_grad (the op has no backward; call it under torch.no_grad() or "
+        "detach), got requires_grad=True",
+        **{name: lambda tensor: tensor.detach().requires_grad_()},
+    )
+
+# Scalars.
+for value in (0.0, -0.0, 5.0, 1):
+    invalid(ValueError, f"lower_bound: expected a negative number, got {value}", lower_bound=put(value))
+for name in ("lower_bound", "norm_eps", "scale"):
+    for value in (math.nan, math.inf, -math.inf):
+        invalid(ValueError, f"{name}: expected a finite number, got {value}", **{name: put(value)})
+    for value in (True, "1", [1.0], {}, torch.tensor(-1.0)):
+        invalid(TypeError, f"{name}: expected a number, got {type(value).__name__}", **{name: put(value)})
+invalid(TypeError, "norm_eps: expected a number, got NoneType", norm_eps=put(None))
+invalid(ValueError, "norm_eps: expected a number >= 0, got -1e-06", norm_eps=put(-1e-6))
+for value in (-2, -(2**31), 2**31):
+    invalid(
+        ValueError,
+        f"null_slot: expected -1 (slot 0 is live) or more, below 2**31, got {value}",
+        null_slot=put(value),
+    )
+for value in (0.0, True, None, "0"):
+    invalid(TypeError, f"null_slot: expected an int, got {type(value).__name__}", null_slot=put(value))
+for value in (2, None, "yes"):
+    invalid(TypeError, f"prefetch: expected a bool, got {type(value).__name__}", prefetch=put(value))
+for value in (3, None, ["reference"]):
+    invalid(TypeError, f"backend: expected a string, got {type(value).__name__}", backend=put(value))
+invalid(
+    ValueError,
+    "output_gate: expected a tensor because norm_weight is given (both or neither), got None",
+    output_gate=put(None),
+)
+invalid(
+    ValueError,
+    "norm_weight: expected a tensor because output_gate is given (both or neither), got None",
+    norm_weight=put(None),
+)
+
+# The recurrent pool, which names H and D, and x.
+for shape in ((6, 16, 8), (6, 2, 8, 4), (6, 0, 8, 8), (6, 2, 0, 0)):
+    invalid(ValueError, f"state: expected shape [slots, H, D, D], got {list(shape)}", state=zeros(*shape))
+for strides in ((200, 64, 1, 8), (200, 80, 8, 1), (200, 80, 10, 1), (400, 128, 16, 2)):
+    invalid(
+        ValueError,
+        f"state: expected strides (pitch, 64, 8, 1), each slot dense, got {strides}",
+        state=strided(*strides),
+    )
+for pitch in (127, 0):
+    invalid(
+        ValueError,
+        f"state: expected a slot pitch >= 128 (slots must not overlap), got {pitch}",
+        state=strided(pitch, 64, 8, 1),
+    )
+invalid(ValueError, "x: expected shape [B, 72] (3 * H * D with H=3, D=8), got [3, 48]", state=zeros(6, 3, 8, 8))
+for shape in ((144,), (1, 3, 48), (3, 47), (3, 16)):
+    invalid(ValueError, f"x: expected shape [B, 48] (3 * H * D with H=2, D=8), got {list(shape)}", x=zeros(*shape))
+invalid(
+    ValueError,
+    "x: expected dense rows (last stride 1, any row stride), got strides (96, 2) for shape [3, 48]",
+    x=spread,
+)
+
+# Convolution: weight, bias, pool.
+for shape in ((4, 3, 16), (192,), (3, 5, 16), (48, 1), (48, 1, 1), (48, 5), (3, 4, 8), (48, 2, 4), (16, 4)):
+    invalid(
+        ValueError,
+        "weight: expected shape [3, W, 16], [48, W] or [48, 1, W] with W in (2, 3, 4), " + f"got {list(shape)}",
+        weight=zeros(*shape),
+    )
+invalid(ValueError, "bias: expected 48 elements, got shape [47]", bias=zeros(47))
+invalid(ValueError, "bias: expected a contiguous tensor, got strides (2,)", bias=spread)
+for shape in ((6, 3, 48), (6, 48, 4), (5, 48, 3), (7, 48, 3), (6, 144), (6, 48, 2)):
+    invalid(
+        ValueError,
+        f"conv_state: expected shape [6, 48, 3] (slots of state, 3 * H * D, W - 1), got {list(shape)}",
+        conv_state=zeros(*shape),
+    )
+invalid(
+    ValueError,
+    "conv_state: expected shape [6, 48, 2] (slots of state, 3 * H * D, W - 1), got [6, 48, 3]",
+    weight=zeros(3, 3, 16),
+)
+for strides in ((300, 2, 96), (300, 2, 1), (300, 1, 50), (300, 3, 2), (300, 0, 1), (300, 1, 1), (300, 1, 0)):
+    invalid(
+        ValueError,
+        f"conv_state: expected strides (pitch, 1, 48) for SD or (pitch, taps, 1) with taps >= 3 for DS, got {strides}",
+        conv_state=strided(*strides),
+    )
+for pitch, inner in ((143, (1, 48)), (143, (3, 1)), (0, (3, 1))):
+    invalid(
+        ValueError,
+        f"conv_state: expected a slot pitch >= 144 (slots must not overlap), got {pitch}",
+        conv_state=strided(pitch, *inner),
+    )
+
+# Row inputs, out and the per-channel vectors.
+for name in ("raw_g", "output_gate", "out"):
+    for shape in ((1, 4, 2, 8), (3, 8, 2), (4, 16), (2, 3, 2, 8), (1, 1, 3, 2, 8), (48,)):
+        invalid(
+            ValueError,
+            f"{name}: expected shape [1, 3, 2, 8] or [3, 2, 8] or [3, 16], got {list(shape)}",
+            **{name: zeros(*shape)},
+        )
+for name in ("output_gate", "out"):
+    for strides in ((32, 16, 2), (60, 20, 1)):
+        invalid(
+            ValueError,
+            f"{name}: expected dense rows (last stride 1, any row stride), got strides {strides} for shape [3, 2, 8]",
+            **{name: strided(*strides)},
+        )
+invalid(
+    ValueError,
+    "raw_g: expected dense rows (last stride 1, any row stride), got strides (96, 32, 16, 2) for shape [1, 3, 2, 8]",
+    raw_g=spread,
+)
+for stride in (15, 0):
+    invalid(
+        ValueError,
+        f"out: expected rows that do not overlap (row stride >= 16), got row stride {stride}",
+        out=strided(stride, 8, 1),
+    )
+for shape in ((6,), (3, 2, 1), (1, 4, 2), (3, 1)):
+    invalid(ValueError, f"raw_beta: expected shape [1, 3, 2] or [3, 2], got {list(shape)}", raw_beta=zeros(*shape))
+invalid(
+    ValueError,
+    "raw_beta: expected dense rows (last stride 1, any row stride), got strides (1, 3) for shape [3, 2]",
+    raw_beta=strided(1, 3),
+)
+invalid(ValueError, "A_log: expected 2 elements, got shape [128]", A_log=zeros(128))
+invalid(ValueError, "A_log: expected a contiguous tensor, got strides (2,)", A_log=spread)
+invalid(ValueError, "dt_bias: expected 16 elements, got shape [8]", dt_bias=zeros(8))
+invalid(
+    ValueError,
+    "dt_bias: expected a contiguous tensor, got strides (1, 8)",
+    dt_bias=lambda bias: bias.view(2, 8).t(),
+)
+invalid(ValueError, "norm_weight: expected 8 elements, got shape [2, 8]", norm_weight=zeros(2, 8))
+invalid(ValueError, "norm_weight: expected a contiguous tensor, got strides (2,)", norm_weight=spread)
+
+# Indices and mask.
+for shape in ((), (3, 2), (1, 3), (2,), (4,), (3, 1, 1)):
+    text = f"state_indices: expected shape [3] or [3, 1], got {list(shape)}"
+    invalid(ValueError, text, state_indices=zeros(*shape))
+for shape in ((), (2,), (3, 1)):
+    invalid(ValueError, f"has_initial_state: expected shape [3], got {list(shape)}", has_initial_state=zeros(*shape))
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "changes"), INVALID, ids=[f"{number}-{'-'.join(case[2])}" for number, case in enumerate(INVALID)]
+)
+def test_an_unsound_call_is_named_and_touches_nothing(
+    error: type[Exception], text: str, changes: dict[str, Change]
+) -> None:
+    call = draw(BASE)
+    for name, change in changes.items():
+        call.arguments[name] = change(call.arguments.get(name))
+    before = {name: buffer(value).clone() for name, value in call.arguments.items() if has_buffer(value)}
+    for function in (fused_kda_decode, warmup, explain):
+        with pytest.raises(error, match=f"^{re.escape(text)}$") as caught:
+            function(**call.arguments)
+        assert type(caught.value) is error
+    for name, value in before.items():
+        assert torch.equal(value, buffer(call.arguments[name])), name
+
+
+def has_buffer(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+
+
+def buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the memory under a tensor, whatever it shows of them."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def test_every_text_has_the_agreed_form_and_there_are_many() -> None:
+    assert len(INVALID) >= 80
+    for _, text, changes in INVALID:
+        assert re.fullmatch(r"(\w+): expected .+, got .+", text, re.DOTALL), text
+        assert len(changes) == 1
+
+
+def test_gradients_are_no_matter_where_none_are_recorded() -> None:
+    call = draw(BASE)
+    call.arguments["weight"].requires_grad_()
+    with torch.no_grad():
+        call.run("reference")
+    with torch.inference_mode():
+        call.run("reference")
+
+
+def problem(**wanted: Any) -> DecodeProblem:
+    return draw(Draw(head_dim=8, **wanted)).problem
+
+
+def test_a_sound_call_becomes_its_problem() -> None:
+    call = draw(Draw(head_dim=8, heads=2, batch=3, guard=6, sliced=True, index_stride=5, mask=True, bias_dtype=BF16))
+    found = call.problem
+    spec = found.spec
+    assert (spec.heads, spec.head_dim, spec.conv_width) == (2, 8, 4)
+    assert spec.conv_layout == ConvLayout("SD", 48, 3)
+    assert spec.weight_strides == (64, 16, 1)
+    assert (spec.dtype, spec.weight_dtype, spec.bias_dtype, spec.norm_dtype) == (BF16, FP32, BF16, FP32)
+    assert (spec.param_dtype, spec.state_dtype, spec.index_dtype) == (FP32, FP32, torch.int32)
+    assert (spec.bounded, spec.has_initial_state) == (True, True)
+    assert (found.batch, found.slots, found.conv_pitch, found.state_pitch) == (3, 6, 150, 134)
+    wide = 4 * 16 + 1 + 2 + 3
+    assert (found.x_row, found.gate_row, found.beta_row) == (wide, wide, wide)
+    assert (found.g_row, found.out_row, found.index_stride, found.initial_stride) == (16, 16, 5, 1)
+    assert (found.lower_bound, found.norm_eps, found.null_slot, found.prefetch) == (-5.0, 1e-5, 0, False)
+    assert found.scale == 8**-0.5
+    assert found.layout == "SD"
+    assert found.state_bytes == 3 * 2 * 64 * 4
+    assert found.device == torch.device("cpu")
+    assert hash(found) == hash(call.problem)
+
+
+@pytest.mark.parametrize(
+    ("form", "strides"), [("planes", (64, 16, 1)), ("checkpoint", (64, 1, 4)), ("checkpoint_3d", (64, 1, 4))]
+)
+def test_weight_strides_of_every_form(form: Any, strides: tuple[int, int, int]) -> None:
+    assert problem(weight_form=form).spec.weight_strides == strides
+
+
+def test_strides_of_size_one_dimensions_do_not_matter() -> None:
+    """One row, one slot: whatever strides such dimensions carry, the problem is the same."""
+    call = draw(Draw(batch=1, heads=1, head_dim=8, slots=1, null_slot=-1, guard=0, mask=True))
+    plain = call.problem
+    for name in ("x", "raw_g", "raw_beta", "state_indices", "conv_state", "state", "out", "output_gate"):
+        tensor = call.arguments[name]
+        odd = [
+            step if size > 1 else 977 + place
+            for place, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        ]
+        call.arguments[name] = tensor.as_strided(tensor.shape, odd)
+    call.arguments["has_initial_state"] = call.arguments["has_initial_state"].as_strided((1,), (31,))
+    assert call.problem == plain
+    call.run("reference")
+
+
+@pytest.mark.parametrize(
+    ("guard", "state_dtype", "expected"), [(0, FP32, 16), (4, FP32, 16), (2, FP32, 4), (8, BF16, 16), (4, BF16, 2)]
+)
+def test_state_alignment_follows_the_pitch(guard: int, state_dtype: torch.dtype, expected: int) -> None:
+    assert problem(guard=guard, state_dtype=state_dtype).spec.state_alignment == expected
+
+
+def test_alignment_follows_the_base_address() -> None:
+    call = draw(Draw(head_dim=8, guard=8))
+    shifted = call.arguments["state"][1:]
+    assert decode_problem(**call.arguments).spec.state_alignment == 16
+    buffer = torch.zeros(shifted.numel() + 1)[1:].view(shifted.shape)
+    changed = {**call.arguments, "state": buffer, "conv_state": call.arguments["conv_state"][1:]}
+    assert decode_problem(**changed).spec.state_alignment == 4
+
+
+def test_an_empty_pool_and_an_empty_batch_are_sound() -> None:
+    empty_pool = draw(Draw(head_dim=8, null_rows=(0, 1, 2)))
+    for name in ("conv_state", "state"):
+        empty_pool.arguments[name] = empty_pool.arguments[name][:0]
+    assert empty_pool.problem.slots == 0
+    assert torch.count_nonzero(empty_pool.run("reference")) == 0
+    assert problem(batch=0).batch == 0
