@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,14 @@ def test_what_cannot_be_carried_out_ends_with_one_line_and_code_2(arguments: tup
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+def test_a_malformed_switch_ends_every_command_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSED_KDA_STRICT", "yes")
+    gates.settings.cache_clear()
+    result = run("doctor")
+    assert result.exit_code == 2
+    assert result.stderr.strip() == "fused-kda: FUSED_KDA_STRICT: expected 0 or 1, got 'yes'"
+
+
 class TestCheck:
     def test_prints_every_check_and_the_reasons_of_what_was_not_run(self) -> None:
         result = run("check", "--backend", "reference", "--device", "cpu")
@@ -86,8 +95,10 @@ class TestDoctor:
         for word in ("cpu", "torch", "reference", "open", *(switch.variable for switch in gates.SWITCHES)):
             assert word in result.stdout
 
-    def test_json(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_json(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "kernel").write_bytes(b"cubin")
         monkeypatch.setenv("FUSED_KDA_STRICT", "1")
+        monkeypatch.setenv("FUSED_KDA_CACHE_DIR", str(tmp_path))
         report = run_json("doctor")
         assert report["devices"][0]["device"] == "cpu"
         assert report["versions"]["torch"] == torch.__version__
@@ -95,6 +106,8 @@ class TestDoctor:
         on_cpu = {gate["backend"]: gate for gate in report["backends"] if gate["device"] == "cpu"}
         assert tuple(on_cpu) == gates.BACKENDS
         assert on_cpu["reference"]["open"]
+        assert report["caches"][0]["directory"] == str(tmp_path)
+        assert (report["caches"][0]["files"], report["caches"][0]["bytes"]) == (1, 5)
         values = {switch["variable"]: switch["value"] for switch in report["switches"]}
         assert values["FUSED_KDA_STRICT"] == "1"
         assert values["FUSED_KDA_DEBUG"] is None

@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import typer
 
+from .. import gates
 from . import check, doctor, model
+from .terminal import stop
 
 app = typer.Typer(
     name="fused-kda",
-    help="One decode step of a Kimi Delta Attention layer in one kernel launch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def main() -> None:
+    """One decode step of a Kimi Delta Attention layer in one kernel launch."""
+    try:
+        gates.settings()
+    except ValueError as error:
+        stop(str(error))
+
+
 app.command("generate")(model.generate_command)
 app.command("eval")(model.eval_command)
 app.command("check")(check.command)

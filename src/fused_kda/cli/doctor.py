@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -76,6 +77,7 @@ def examine() -> dict[str, Any]:
         "versions": _versions(),
         "backends": [asdict(one) for one in found],
         "auto": chosen,
+        "caches": [_cache("cuda", gates.settings().cache_dir), _cache("triton and chain", _triton_cache())],
         "switches": [{**asdict(s), "value": os.environ.get(s.variable)} for s in gates.SWITCHES],
     }
 
@@ -139,6 +141,18 @@ def _versions() -> dict[str, str | None]:
     return versions | {"CUDA of torch": torch.version.cuda, "HIP of torch": torch.version.hip}
 
 
+def _triton_cache() -> Path:
+    """Where Triton keeps what it compiled; its own rule."""
+    home = Path(os.environ.get("TRITON_HOME", Path.home()))
+    return Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
+
+
+def _cache(backends: str, directory: Path) -> dict[str, Any]:
+    files = [path for path in directory.rglob("*") if path.is_file()] if directory.is_dir() else []
+    size = sum(path.stat().st_size for path in files)
+    return {"backends": backends, "directory": str(directory), "files": len(files), "bytes": size}
+
+
 def _print(report: dict[str, Any]) -> None:
     for one in report["devices"]:
         memory = f", {one['memory_gib']} GiB" if one["memory_gib"] else ""
@@ -152,6 +166,10 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f'On {one["device"]}, backend="auto" takes {chosen or "nothing: no gate is open"}.', markup=False)
     if len(report["devices"]) == 1:
         console.print("This machine has no GPU: the op runs, for tests and small models, at a CPU's speed.")
+    for one in report["caches"]:
+        size = f"{one['files']} files, {one['bytes'] / 2**20:.1f} MiB" if one["files"] else "empty"
+        text = f"compiled kernels of {one['backends']}: {one['directory']} ({size})"
+        console.print(text, markup=False, soft_wrap=True)
     switches = Table(title="environment switches", title_justify="left", show_header=False)
     switches.add_column(no_wrap=True)
     switches.add_column()

@@ -51,6 +51,8 @@ def generate_command(
 ) -> None:
     """Solve one word problem, character by character, then print speed, backend and launches per layer."""
     decoder = _load(backend, layout, state_dtype, device, slots=2)
+    if decoder.model.device.type == "cpu":
+        torch.set_num_threads(1)  # one row's work is too small to share: threads would only wait for one another
     first = last = time.perf_counter()
     tokens = 0
     try:
