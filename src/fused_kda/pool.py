@@ -1,7 +1,7 @@
 """Pools of conv windows and recurrent states: many layers, one set of slots.
 
-A slot is one sequence's place in every layer. The pool hands slots out and takes them back; what lies in them is written
-by the op and by prefill alone.
+A slot is one sequence's place in every layer. The pool hands slots out and takes them back; only the op and prefill
+write what lies in them.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 """The gated delta rule over whole sequences, chunk by chunk: what prefill and training run.
 
-One step, as in :mod:`fused_kda.kernels.reference`, with decay ``exp(g_t)``, one value per K channel::
+One step, as in :mod:`fused_kda.kernels.reference`, with decay ``a_t = exp(g_t)``, one value per K channel::
 
-    S = S * exp(g_t);    d_t = beta_t * (v_t - S k_t);    S = S + d_t k_t^T;    o_t = S q_t
+    S = S * a_t;    d_t = beta_t * (v_t - S k_t);    S = S + d_t k_t^T;    o_t = S q_t
 
-Let ``G(j, i)`` be the sum of g over steps j+1 .. i. With S the state before a chunk, the chunk's steps obey
+Let ``a(j, i)`` be the product of the decays of steps j+1 .. i. With S the state before a chunk, the chunk's steps obey
 
-    d_i = beta_i * (v_i - S (k_i e^G(0,i)) - sum_{j<i}  A_ij d_j)         A_ij = sum_c k_i k_j e^G(j,i)
-    o_i = S (q_i e^G(0,i)) + sum_{j<=i} B_ij d_j                          B_ij = sum_c q_i k_j e^G(j,i)
+    d_i = beta_i * (v_i - S (k_i a(0,i)) - sum_{j<i} A_ij d_j)            A_ij = sum_c k_i k_j a(j,i)
+    o_i = S (q_i a(0,i)) + sum_{j<=i} B_ij d_j                            B_ij = sum_c q_i k_j a(j,i)
 
 so all d of a chunk follow from one inverse of the unit lower triangular ``I + diag(beta) A``, and the state is touched
 once per chunk instead of once per step (the UT transform of DeltaNet and Kimi Linear).
 
-``e^G(j,i)`` depends on the channel, so A and B are no plain products, and splitting it as ``e^G(0,i) e^-G(0,j)``
-overflows for strong decay. Here a chunk is halved again and again: where i lies right and j left of a block's middle m,
-``G(j,i) = G(j,m) + G(m,i)``, two sums of negative terms, and that part of A is a product of two matrices whose factors
-are at most 1. The sums are built up with the blocks by additions of like sign alone, so nothing cancels and any decay
-is safe, however strong.
+``a(j,i)`` differs by channel, so A and B are no plain products, and splitting it as ``a(0,i) / a(0,j)`` overflows
+under strong decay. Here blocks are joined two by two, from single steps up to the chunk: where i lies right and j left
+of a block's middle m, ``a(j,i) = a(j,m) a(m,i)``, so that corner of A is a product of two matrices. Each block keeps
+its keys scaled to its end, its keys and queries scaled to its start, and its total decay; joining two blocks takes one
+multiplication of each. Nothing is ever divided and no exponent is positive: any decay is safe, however strong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import importlib.util
 
 import torch
 
-CHUNK = 64
+#: Steps per chunk: a power of two. On two CPU cores 16 and 64 are as fast for few heads and slower for twelve.
+CHUNK = 32
 
 
 def delta_rule(
@@ -56,76 +57,99 @@ def delta_rule(
     chunk = min(chunk, 1 << max(steps - 1, 0).bit_length())
     count = -(-steps // chunk)
 
-    def cut(x: torch.Tensor) -> torch.Tensor:
-        """``[B, T, H, n]`` to ``[B, H, chunks, chunk, n]``, the last chunk filled up with zeros."""
-        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, count * chunk - steps))
-        return torch.unflatten(x, 1, (count, chunk)).permute(0, 3, 1, 2, 4).contiguous()
+    def cut(*parts: torch.Tensor) -> torch.Tensor:
+        """``[B, T, H, n]`` to ``[B * H, chunks, chunk, n]``, zeros after the last step; parts side by side."""
+        width = parts[0].shape[-1]
+        whole = q.new_zeros(batch, heads, count * chunk, len(parts) * width)
+        for index, part in enumerate(parts):
+            whole[:, :, :steps, index * width : (index + 1) * width] = part.transpose(1, 2)
+        return whole.view(batch * heads, count, chunk, -1)
 
-    q, k, v, log_decay, beta = map(cut, (q, k, v, log_decay, beta.unsqueeze(-1)))
-    inverse, scores, since_start, to_end = _within_chunks(q, k, log_decay, beta)
-    fade = since_start.exp()
-    fresh = inverse @ (beta * v)
-    reads = inverse @ (beta * k * fade)
-    q_in = q * fade
-    k_out = k * to_end.exp()
-    total = fade[..., -1:, :]
+    beta = cut(beta.unsqueeze(-1))
+    inverse, scores, kq_in, k_out, total = _within_chunks(cut(k, q), cut(log_decay).exp(), beta)
+    k_in, q_in = kq_in.chunk(2, -1)
+    inverse = inverse * beta.transpose(-1, -2)
+    fresh = inverse @ cut(v)
+    reads = inverse @ k_in
 
-    state = q.new_zeros(batch, heads, dim, dim) if initial_state is None else initial_state
+    state = q.new_zeros(batch * heads, dim, dim) if initial_state is None else initial_state.flatten(0, 1)
     pieces: list[torch.Tensor] = []
     for n in range(count):
         columns = state.transpose(-1, -2)
-        delta = fresh[:, :, n] - reads[:, :, n] @ columns
-        pieces.append(q_in[:, :, n] @ columns + scores[:, :, n] @ delta)
-        state = state * total[:, :, n] + delta.transpose(-1, -2) @ k_out[:, :, n]
-    o = torch.stack(pieces, 2).permute(0, 2, 3, 1, 4).reshape(batch, count * chunk, heads, dim)
-    return o[:, :steps], state
+        delta = torch.baddbmm(fresh[:, n], reads[:, n], columns, alpha=-1)
+        pieces.append(torch.baddbmm(q_in[:, n] @ columns, scores[:, n], delta))
+        state = torch.baddbmm(state * total[:, n], delta.transpose(-1, -2), k_out[:, n])
+    o = torch.cat(pieces, 1).view(batch, heads, count * chunk, dim)[:, :, :steps].transpose(1, 2)
+    return o, state.view(batch, heads, dim, dim)
 
 
 def _within_chunks(
-    q: torch.Tensor, k: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    kq: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """All that does not need the state, for every chunk at once.
 
     Args:
-        q, k, log_decay: ``[..., C, D]``, C a power of two.
-        beta: ``[..., C, 1]``.
+        kq: keys and queries side by side, ``[N, M, C, 2D]`` for N heads of M chunks of C steps, C a power of two.
+            Overwritten where no gradient is asked for.
+        decay: ``[N, M, C, D]``, in [0, 1].
+        beta: ``[N, M, C, 1]``.
 
     Returns:
-        ``(I + diag(beta) A)^-1 [..., C, C]``, ``B [..., C, C]``, and, both ``[..., C, D]``, the sums of log_decay from
-        the chunk's start up to and with each step, and after each step up to the chunk's end.
+        ``(I + diag(beta) A)^-1 [N, M, C, C]``; ``B [N, M, C, C]``; keys and queries times the decay from the chunk's
+        start, their own step included, ``[N, M, C, 2D]``; keys times the decay after their step up to the chunk's end,
+        ``[N, M, C, D]``; the chunk's decay ``[N, M, 1, D]``.
     """
-    size = q.shape[-2]
-    # Everything is kept per block: [..., blocks, half, n]; blocks of one step to begin with.
-    since_start = log_decay.unsqueeze(-2)
-    to_end = torch.zeros_like(since_start)
-    scores = (q * k).sum(-1)[..., None, None]
+    in_place = not (torch.is_grad_enabled() and (kq.requires_grad or decay.requires_grad))
+    dim = decay.shape[-1]
+    keys, queries = kq.chunk(2, -1)
+    scores = (keys * queries).sum(-1)[..., None, None]  # [N, M, blocks, block, block], like inverse
     inverse = torch.ones_like(scores)
+    total = decay.unsqueeze(-2)  # [N, M, blocks, 1, D]
+    k_out = keys.clone()
+    by_kind = torch.unflatten(kq, -1, (2, dim))
+    own = decay.unsqueeze(-2)
+    kq_in = (by_kind.mul_(own) if in_place else by_kind * own).flatten(-2)
     half = 1
-    while half < size:
-        q_right = torch.unflatten(q, -2, (-1, 2, half))[..., 1, :, :]
-        k_left, k_right = torch.unflatten(k, -2, (-1, 2, half)).unbind(-3)
-        beta_right = torch.unflatten(beta, -2, (-1, 2, half))[..., 1, :, :]
-        start_left, start_right = torch.unflatten(since_start, -3, (-1, 2)).unbind(-3)
-        end_left, end_right = torch.unflatten(to_end, -3, (-1, 2)).unbind(-3)
-        inverse_left, inverse_right = torch.unflatten(inverse, -3, (-1, 2)).unbind(-3)
-        scores_left, scores_right = torch.unflatten(scores, -3, (-1, 2)).unbind(-3)
+    while half < kq.shape[2]:
+        total_left, total_right = _pairs(total)
+        inverse_left, inverse_right = _pairs(inverse)
+        scores_left, scores_right = _pairs(scores)
+        beta_right = torch.unflatten(beta, 2, (-1, 2, half))[:, :, :, 1]
+        in_blocks = torch.unflatten(kq_in, 2, (-1, 2, half))
+        out_blocks = torch.unflatten(k_out, 2, (-1, 2, half))
 
-        fade = start_right.exp()
-        keys = (k_left * end_left.exp()).transpose(-1, -2)
-        coupling = beta_right * ((k_right * fade) @ keys)
-        inverse = _lower(inverse_left, -(inverse_right @ (coupling @ inverse_left)), inverse_right)
-        scores = _lower(scores_left, (q_right * fade) @ keys, scores_right)
-        since_start, to_end = (
-            torch.cat((start_left, start_right + start_left[..., -1:, :]), -2),
-            torch.cat((end_left + start_right[..., -1:, :], end_right), -2),
-        )
+        corner = torch.unflatten(in_blocks[:, :, :, 1], -1, (2, dim)).flatten(-3, -2)
+        corner = corner @ out_blocks[:, :, :, 0].transpose(-1, -2)
+        coupling, below = torch.unflatten(corner, -2, (half, 2)).unbind(-2)
+        inverse = _lower(inverse_left, -(inverse_right @ ((beta_right * coupling) @ inverse_left)), inverse_right)
+        scores = _lower(scores_left, below, scores_right)
+
+        kq_in = _scaled(in_blocks, 1, torch.cat((total_left, total_left), -1), in_place).flatten(2, 4)
+        k_out = _scaled(out_blocks, 0, total_right, in_place).flatten(2, 4)
+        total = total_left * total_right
         half *= 2
-    return inverse.squeeze(-3), scores.squeeze(-3), since_start.squeeze(-3), to_end.squeeze(-3)
+    return inverse.squeeze(2), scores.squeeze(2), kq_in, k_out, total.squeeze(2)
+
+
+def _pairs(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left and right partners of neighbouring blocks, ``[N, M, blocks, r, c]`` to two of half as many."""
+    left, right = torch.unflatten(blocks, 2, (-1, 2)).unbind(3)
+    return left, right
 
 
 def _lower(left: torch.Tensor, below: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The block lower triangular matrix ``[[left, 0], [below, right]]``."""
     return torch.cat((torch.cat((left, torch.zeros_like(below)), -1), torch.cat((below, right), -1)), -2)
+
+
+def _scaled(blocks: torch.Tensor, side: int, factor: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """``[N, M, blocks, 2, half, n]`` with one side (0 left, 1 right) of every block times ``[N, M, blocks, 1, n]``."""
+    if in_place:
+        blocks.select(3, side).mul_(factor)
+        return blocks
+    sides = list(blocks.unbind(3))
+    sides[side] = sides[side] * factor
+    return torch.stack(sides, 3)
 
 
 def fla_reason(device: torch.device, dtype: torch.dtype) -> str | None:
