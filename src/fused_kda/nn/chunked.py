@@ -21,7 +21,9 @@ multiplication of each. Nothing is ever divided and no exponent is positive: any
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 
 import torch
 
@@ -158,8 +160,18 @@ def fla_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it needs a GPU, the device is {device}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its activations are bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+    return _fla_install_reason()
+
+
+@functools.cache
+def _fla_install_reason() -> str | None:
     if importlib.util.find_spec("fla") is None:
         return "module fla is not installed (pip install 'fused-kda[fla]')"
+    from fla.ops.kda import chunk_kda
+
+    # Older versions take any keyword and would return the state transposed.
+    if "state_v_first" not in inspect.signature(chunk_kda).parameters:
+        return "fla-core is too old: chunk_kda has no state_v_first (0.6 has)"
     return None
 
 

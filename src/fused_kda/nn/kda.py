@@ -128,7 +128,10 @@ class KimiDeltaAttention(nn.Module):
         Returns:
             ``[B, T, C]``. Projections run in the layer's dtype or under autocast, everything between them in fp32.
         """
-        return self._sequences(hidden, None, None, None, "torch")[0]
+        projected = self.in_proj(hidden)
+        extended = functional.pad(self._x(projected), (0, 0, self.conv_width - 1, 0))
+        out: torch.Tensor = self.o_proj(self._core(extended, projected, None, None, "torch")[0])
+        return out
 
     @torch.no_grad()
     def prefill(
@@ -165,19 +168,29 @@ class KimiDeltaAttention(nn.Module):
         slots = tuple(slots)
         self._check_prefill(hidden, pool, slots, lengths, has_initial_state)
         backend = self._prefill_backend(backend, hidden)
-        device, longest = hidden.device, max(lengths)
-        index = torch.tensor(slots, device=device)
-        started = torch.tensor(has_initial_state or (False,) * len(slots), device=device)
-        window = torch.where(started.view(-1, 1, 1), pool.conv_state[index], pool.conv_state.new_zeros(()))
-        state = torch.where(started.view(-1, 1, 1, 1), pool.state[index], pool.state.new_zeros(()))
+        index = torch.tensor(slots, device=hidden.device)
+        ends = torch.tensor(lengths, device=hidden.device).unsqueeze(1)
+        started = torch.tensor(has_initial_state or (False,) * len(slots), device=hidden.device)
+        window = pool.conv_state[index].where(started.view(-1, 1, 1), 0.0)
+        state = pool.state[index].where(started.view(-1, 1, 1, 1), 0.0)
 
-        valid = torch.arange(longest, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
-        padded = hidden.new_zeros(len(lengths), longest, hidden.shape[1])
-        padded[valid] = hidden
-        out, window, state = self._sequences(padded, window, state, valid, backend)
-        pool.conv_state[index] = window
+        projected = self.in_proj(hidden)
+        valid = None
+        if min(lengths) == max(lengths):
+            padded = torch.unflatten(projected, 0, (len(lengths), -1))
+        else:
+            valid = torch.arange(max(lengths), device=hidden.device) < ends
+            padded = projected.new_zeros(*valid.shape, projected.shape[1])
+            padded[valid] = projected
+        extended = torch.cat((window.transpose(1, 2), self._x(padded)), 1)
+        y, state = self._core(extended, padded, state, valid, backend)
+        # The W - 1 rows before a sequence's end, its old window included where it is shorter than that.
+        last = ends + torch.arange(self.conv_width - 1, device=hidden.device)
+        window = extended.gather(1, last.unsqueeze(-1).expand(-1, -1, extended.shape[2]))
+        pool.conv_state[index] = window.transpose(1, 2)
         pool.state[index] = state.to(pool.state.dtype)
-        return out[valid]
+        out: torch.Tensor = self.o_proj(y.flatten(0, 1) if valid is None else y[valid])
+        return out
 
     @torch.no_grad()
     def decode(
@@ -207,7 +220,7 @@ class KimiDeltaAttention(nn.Module):
         projected = self.in_proj(hidden)
         raw_g, gate = self._gates(projected)
         y = fused_kda_decode(
-            projected[:, : self.columns["v"].stop],
+            self._x(projected),
             self.conv_weight,
             None,
             pool.conv_state,
@@ -236,64 +249,70 @@ class KimiDeltaAttention(nn.Module):
             return raw_g, projected[..., self.columns["g"]]
         return raw_g, self.g_b_proj(projected[..., self.columns["g_a"]])
 
-    def _sequences(
+    def _core(
         self,
-        hidden: torch.Tensor,
-        window: torch.Tensor | None,
+        extended: torch.Tensor,
+        projected: torch.Tensor,
         state: torch.Tensor | None,
         valid: torch.Tensor | None,
         backend: str,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The layer over ``[B, T, C]`` from a window ``[B, 3P, W-1]`` and a state ``[B, H, D, D]``, or from zero.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All between the input and the output projection, for whole sequences.
 
-        ``valid [B, T]`` marks the tokens that count: those of a row come first. Returns the output and the new window
-        (bit for bit the last raw x) and state.
+        Args:
+            extended: raw x ``[B, W-1 + T, 3P]``, each sequence's window before it.
+            projected: ``[B, T, columns]``.
+            state: ``[B, H, D, D]`` before the first token; None for zero.
+            valid: ``[B, T]`` bool, the tokens that count; None for all.
+            backend: "torch" or "fla".
+
+        Returns:
+            ``(y [B, T, P] in the activations' dtype, state after the last token that counts, fp32 or fp64)``.
         """
-        projected = self.in_proj(hidden)
         raw_g, gate = self._gates(projected)
-        x = projected[..., : self.columns["v"].stop]
-        with torch.autocast(hidden.device.type, enabled=False):
-            history = self.conv_width - 1
-            if window is None:
-                extended = functional.pad(x, (0, 0, history, 0))
-            else:
-                extended = torch.cat((window.transpose(1, 2).to(x.dtype), x), 1)
-            q, k, v = self._convolution(extended, x.shape[1])
+        with torch.autocast(projected.device.type, enabled=False):
+            q, k, v = self._convolution(extended)
             beta = projected[..., self.columns["b"]].to(q.dtype).sigmoid()
-            log_decay = self._log_decay(torch.unflatten(raw_g.to(q.dtype), -1, (self.num_heads, self.head_dim)))
-            if valid is not None:  # a padded step neither decays nor writes
+            log_decay = self._log_decay(raw_g.to(q.dtype))
+            if valid is not None:  # a step that does not count neither decays nor writes
                 beta = beta.where(valid.unsqueeze(-1), 0.0)
                 log_decay = log_decay.where(valid[..., None, None], 0.0)
             state = None if state is None else state.to(q.dtype)
             if backend == "fla":
                 bounded = self.lower_bound is not None and self.lower_bound >= -5.0
-                o, state = fla_delta_rule(q, k, v, log_decay, beta, state, dtype=x.dtype, bounded=bounded)
+                o, state = fla_delta_rule(q, k, v, log_decay, beta, state, dtype=projected.dtype, bounded=bounded)
             else:
                 o, state = delta_rule(q, k, v, log_decay, beta, state)
             y = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + self.norm_eps) * self.norm_weight
             y = y.flatten(-2) * gate.to(y.dtype).sigmoid()
-            ends = history + (torch.full(x.shape[:1], x.shape[1], device=x.device) if valid is None else valid.sum(1))
-            last = ends.unsqueeze(1) - history + torch.arange(history, device=x.device)
-            window = extended.gather(1, last.unsqueeze(-1).expand(-1, -1, x.shape[-1])).transpose(1, 2)
-        return self.o_proj(y.to(x.dtype)), window, state
+        return y.to(projected.dtype), state
 
-    def _convolution(self, extended: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v ``[B, T, H, D]`` from raw x ``[B, W-1+T, 3P]``: conv, SiLU, norms, scale of q; in the op's order."""
+    def _convolution(self, extended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v ``[B, T, H, D]`` from raw x ``[B, W-1 + T, 3P]``: conv in the op's order, SiLU, norms, scale."""
         extended = extended.to(self.conv_weight.dtype)
+        steps = extended.shape[1] - self.conv_width + 1
         total = self.conv_weight[:, 0] * extended[:, :steps]
         for tap in range(1, self.conv_width):
             total = total + self.conv_weight[:, tap] * extended[:, tap : tap + steps]
-        q, k, v = torch.unflatten(functional.silu(total), -1, (3, self.num_heads, self.head_dim)).unbind(-3)
+        q, k, v = self._by_head(functional.silu(total), 3).unbind(-3)
         q = q * (torch.rsqrt(q.square().sum(-1, keepdim=True) + QK_NORM_EPS) * self.head_dim**-0.5)
         k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + QK_NORM_EPS)
         return q, k, v
 
     def _log_decay(self, raw_g: torch.Tensor) -> torch.Tensor:
-        z = raw_g + self.dt_bias.view(self.num_heads, self.head_dim)
+        """``[B, T, H, D]``, <= 0, from raw_g ``[B, T, P]``."""
+        z = self._by_head(raw_g + self.dt_bias)
         a = self.A_log.exp().unsqueeze(-1)
         if self.lower_bound is None:
             return -a * functional.softplus(z)
         return self.lower_bound * torch.sigmoid(a * z)
+
+    def _by_head(self, tensor: torch.Tensor, *planes: int) -> torch.Tensor:
+        return torch.unflatten(tensor, -1, (*planes, self.num_heads, self.head_dim))
+
+    def _x(self, projected: torch.Tensor) -> torch.Tensor:
+        """q | k | v of the merged projection, ``[..., 3P]``: a view."""
+        return projected[..., : self.columns["v"].stop]
 
     def _check_prefill(
         self,
