@@ -59,12 +59,12 @@ PHRASES: Mapping[str, str] = {
     "gain": "(buys|finds|gets|collects|wins|picks|is given|receives) (#|# more|# more {things}|another #|# {things})",
     "lose": (
         "(gives (#|# {things}|# of them) to (a friend|{her} friend|{B})|gives {B} (#|# {things}|# of them)"
-        "|gives away (#|# {things})|(loses|sells|{eats}|drops) (#|# {things}|# of them))"
+        "|gives away (#|# {things})|gives # away|(loses|sells|{eats}|drops) (#|# {things}|# of them))"
     ),
     "gained": "(bought|found|got|collected|won|picked|was given|received) (#|# more|# more {things}|another #)",
     "lost": (
         "(gave (#|# {things}|# of them) to (a friend|{her} friend|{B})|gave {B} (#|# {things}|# of them)"
-        "|gave away (#|# {things})"
+        "|gave away (#|# {things})|gave # away"
         "|(lost|sold|{ate}|dropped) (#|# {things}|# of them))"
     ),
     "earn": "(earns|gets|finds|wins|is given|saves) (#|# dollars|# more|# more dollars|another # dollars)",
