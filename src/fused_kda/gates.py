@@ -10,6 +10,7 @@ project decides what a backend can do. A row exists only for a backend that exis
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import tempfile
@@ -185,10 +186,32 @@ class Row:
         return found
 
 
+def _nvrtc_problem() -> str | None:
+    """Why NVRTC cannot compile here, or None. Asked only where cuda.bindings is installed."""
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        result, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # whatever a missing or broken library raises closes the gate, and the reason names it
+        return f"NVRTC cannot be loaded ({type(error).__name__}: {error})"
+    if int(result) != 0 or (major, minor) < (12, 9):
+        return f"NVRTC {major}.{minor} is older than 12.9"
+    return None
+
+
 #: Backends from fastest to slowest: the order in which ``auto`` asks them.
-BACKENDS: tuple[str, ...] = ("reference",)
+BACKENDS: tuple[str, ...] = ("cuda", "reference")
 
 TABLE: tuple[Row, ...] = (
+    Row(
+        backend="cuda",
+        archs=("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
+        launches=1,
+        head_dims=(128,),
+        conv_widths=(4,),
+        modules=("cuda.core", "cuda.bindings"),
+        condition=_nvrtc_problem,
+        note="one launch, any number of heads; pools that are not aligned to 16 bytes take narrower, slower accesses",
+    ),
     Row(
         backend="reference",
         archs=("*",),

@@ -1,0 +1,20 @@
+"""One launch on NVIDIA GPUs from SM80 on: the whole decode step in ``fused_decode.cu``.
+
+``shape`` says how a call is laid over the machine, ``compile`` makes the machine code, ``launch`` launches it, and
+``inspect`` shows what the compiler made of it, without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ... import gates
+from ...contract import DecodeProblem, Tensors
+from .launch import make_launch
+from .shape import choose
+
+
+def prepare(problem: DecodeProblem) -> Callable[[Tensors], None]:
+    """A launch for the problem: takes the call's tensors, mutates conv_state, state and out."""
+    arch = gates.architecture(problem.device)
+    return make_launch(problem, choose(problem, arch), arch)
