@@ -7,6 +7,9 @@ write what lies in them.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, overload
 
 import torch
@@ -35,6 +38,19 @@ class LayerPool(NamedTuple):
     null_slot: int
 
 
+@dataclass(slots=True)
+class _Step:
+    """A step whose launches may not have run yet."""
+
+    slots: frozenset[int]
+    launched: bool = False
+    event: torch.cuda.Event | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.launched and (self.event is None or bool(self.event.query()))  # type: ignore[no-untyped-call]
+
+
 class StatePool:
     """Conv windows and recurrent states of ``layers`` KDA layers for ``slots`` sequences.
 
@@ -54,6 +70,10 @@ class StatePool:
 
     A new pool is zero. A slot that is freed keeps its bytes: the request that gets it next must start with
     ``has_initial_state`` False, or call :meth:`reset`. Not thread-safe.
+
+    Lifetime of a slot: what lists a slot for later (a step that is queued or running) says so with :meth:`step`, and a
+    freed slot is handed out again only when no unfinished step lists it. Whoever writes a slot from outside the op's
+    stream, as a transfer does, is safe by writing to freshly allocated slots alone.
 
     Raises:
         ValueError, TypeError: an argument out of its range; the text names it.
@@ -110,6 +130,8 @@ class StatePool:
             self._layers.append(LayerPool(conv_state, state, null_slot))
         self._free = list(range(self.first_slot, slots))  # ascending, hence already a heap
         self._allocated: set[int] = set()
+        self._retired: set[int] = set()  # freed while a step still listed them
+        self._steps: list[_Step] = []
 
     @property
     def layers(self) -> int:
@@ -129,6 +151,7 @@ class StatePool:
     @property
     def free_slots(self) -> int:
         """Slots that :meth:`allocate` can still give."""
+        self._collect()
         return len(self._free)
 
     @property
@@ -158,21 +181,61 @@ class StatePool:
         wanted = 1 if count is None else count
         if wanted < 0:
             raise ValueError(f"count: expected >= 0, got {wanted}")
+        self._collect()
         if wanted > len(self._free):
-            raise PoolFullError(f"pool: {wanted} slots asked for, {len(self._free)} of {self.capacity} are free")
+            waiting = f"; {len(self._retired)} wait for a step to finish" if self._retired else ""
+            raise PoolFullError(
+                f"pool: {wanted} slots asked for, {len(self._free)} of {self.capacity} are free{waiting}"
+            )
         taken = [heapq.heappop(self._free) for _ in range(wanted)]
         self._allocated.update(taken)
         return taken[0] if count is None else taken
 
     def free(self, slot: int) -> None:
-        """Give a slot back. Its bytes stay.
+        """Give a slot back. Its bytes stay, and so does the slot itself while an unfinished :meth:`step` lists it.
 
         Raises:
             ValueError: the slot does not exist, is the reserved one, or is free already.
         """
         self._check_allocated(slot)
         self._allocated.remove(slot)
-        heapq.heappush(self._free, slot)
+        self._retired.add(slot)
+        self._collect()
+
+    @contextmanager
+    def step(self, slots: Iterable[int]) -> Iterator[None]:
+        """Around the launches of a step: its slots, even if freed meanwhile, are not handed out until it has finished.
+
+        On a GPU a step has finished when the current stream has passed the end of the block (an event is recorded
+        there, nothing waits); on the CPU, at the end of the block. An engine that queues a step to run it later enters
+        the block when it queues.
+
+        Args:
+            slots: every slot that the step lists.
+        """
+        step = _Step(frozenset(slots))
+        self._steps = [*self._unfinished(), step]
+        try:
+            yield
+        finally:
+            device = self._layers[0].state.device
+            if device.type == "cuda":
+                step.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                step.event.record(torch.cuda.current_stream(device))
+            step.launched = True
+
+    def _unfinished(self) -> list[_Step]:
+        return [step for step in self._steps if not step.finished]
+
+    def _collect(self) -> None:
+        """Hand back the retired slots that no unfinished step lists."""
+        if not self._retired:
+            return
+        self._steps = self._unfinished()
+        listed = frozenset[int]().union(*(step.slots for step in self._steps))
+        for slot in self._retired - listed:
+            self._retired.remove(slot)
+            heapq.heappush(self._free, slot)
 
     def reset(self, slot: int) -> None:
         """Zero an allocated slot's window and state in every layer.
