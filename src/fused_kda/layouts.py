@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 LayoutKind = Literal["SD", "DS"]
 LAYOUTS: tuple[LayoutKind, ...] = ("SD", "DS")
@@ -261,7 +262,9 @@ class PageLayout:
             window: W - 1.
 
         Returns:
-            ``(conv_state [slots, 3P, window], state [slots, H, D, D])``, both views with pitch ``page_bytes``.
+            ``(conv_state [slots, 3P, window], state [slots, H, D, D])``, both over the pages, pitch ``page_bytes``.
+            They share no bytes, so each gets a storage object of its own: ``torch.compile`` refuses a graph that
+            mutates two views of one storage in different dtypes. The memory lives as long as any of them.
         """
         if storage.dtype != torch.uint8 or storage.ndim != 2 or storage.shape[1] != self.page_bytes:
             raise ValueError(
@@ -269,8 +272,8 @@ class PageLayout:
             )
         slots = storage.shape[0]
         inner = (self.conv.taps, self.conv.channels) if self.conv.kind == "SD" else (self.conv.channels, self.conv.taps)
-        conv = storage.view(self.conv_dtype)[:, : self.conv.elements].view(slots, *inner)
+        conv = from_dlpack(storage).view(self.conv_dtype)[:, : self.conv.elements].view(slots, *inner)
         first = self.conv_bytes // self.state_dtype.itemsize
         count = self.heads * self.head_dim * self.head_dim
-        state = storage.view(self.state_dtype)[:, first : first + count]
+        state = from_dlpack(storage).view(self.state_dtype)[:, first : first + count]
         return conv_view(conv, self.conv, window), state.view(slots, self.heads, self.head_dim, self.head_dim)
