@@ -11,12 +11,12 @@
 // o is taken from the decayed, not yet updated state, so that one pass gives both dot products. q and k enter the dots
 // unnormalised; their norms are three more dots of the same lanes and scale the sums afterwards.
 //
-// Bits do not depend on the launch shape: a dot over K is always the same 16 lanes with the same 8 elements each, summed
-// in one order, and the mean over V is always one tree over 128 values in shared memory, wherever they were computed.
-// Contraction is off (--fmad=false); every fused multiply-add is written out.
+// Bits do not depend on the launch shape: a dot over K is always the same 16 lanes with the same 8 elements each,
+// summed in one order, and the mean over V is always one tree over 128 values in shared memory, wherever they were
+// computed. Contraction is off (--fmad=false); every fused multiply-add is written out.
 //
-// NVRTC compiles this file alone: no includes. compile.py defines the macros: the specialisation (HEADS ... INITIAL) and
-// the launch shape (THREADS ... PREFETCH), whose meanings stand in shape.py.
+// NVRTC compiles this file alone: no includes. compile.py defines the macros: the specialisation (HEADS ... INITIAL)
+// and the launch shape (THREADS ... PREFETCH), whose meanings stand in shape.py.
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -37,9 +37,9 @@ constexpr int OWN = DIM / LANES;         // elements of a row in one lane
 constexpr int ROWS = DIM / SPLIT;        // rows of S (V channels) of this CTA
 constexpr int GROUPS = THREADS / LANES;  // rows in work at once
 constexpr int PASSES = ROWS / GROUPS;
-constexpr int SECTION = DIM;                 // threads that prepare one of q, k, v, decay
-constexpr int TEAMS = THREADS / SECTION;     // sections prepared at once
-constexpr int ITEMS = 4 / TEAMS;             // sections per thread
+constexpr int SECTION = DIM;              // threads that prepare one of q, k, v, decay
+constexpr int TEAMS = THREADS / SECTION;  // sections prepared at once
+constexpr int ITEMS = 4 / TEAMS;          // sections per thread
 constexpr bool WIDE_STATE = sizeof(STATE) == 4;
 constexpr int VECTORS = OWN * sizeof(STATE) / 16;  // 16-byte pieces of a row in one lane
 constexpr bool DENSE_WINDOW = CONV_CHANNEL == 1 || CONV_CHANNEL == TAPS;
@@ -67,7 +67,8 @@ struct Params {
   const bf16* gate;
   const NORM* norm;
   const u8* initial;
-  i64 x_row, g_row, beta_row, gate_row, out_row, index_stride, initial_stride, conv_pitch, state_pitch, slots, null_slot;
+  i64 x_row, g_row, beta_row, gate_row, out_row, index_stride, initial_stride, conv_pitch, state_pitch, slots,
+      null_slot;
   float lower_bound, norm_eps, scale;
 };
 
@@ -119,22 +120,26 @@ DEVICE void barrier_wait(u32 barrier) {
   do {
     asm volatile(
         "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done) : "r"(barrier) : "memory");
+        : "=r"(done)
+        : "r"(barrier)
+        : "memory");
   } while (!done);
 }
 DEVICE void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-               "l"(source), "r"(bytes), "r"(barrier) : "memory");
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 DEVICE void send(u32 target, float value, u32 barrier, u32 rank) {
   asm volatile(
       "{ .reg .b32 t, b; mapa.shared::cluster.u32 t, %0, %3; mapa.shared::cluster.u32 b, %2, %3;\n"
       "  st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [t], %1, [b]; }" ::"r"(target),
-      "r"(__float_as_uint(value)), "r"(barrier), "r"(rank) : "memory");
+      "r"(__float_as_uint(value)), "r"(barrier), "r"(rank)
+      : "memory");
 }
 
-// Starts the state's way into L2 and reads nothing: sound even where the previous kernel still writes the index (then the
-// hint may name another slot) or the slot (L2 is where its stores arrive).
+// Starts the state's way into L2 and reads nothing: sound even where the previous kernel still writes the index (then
+// the hint may name another slot) or the slot (L2 is where its stores arrive).
 DEVICE void hint_state(const Params& p, i64 row, int head, int part) {
 #if __CUDA_ARCH__ >= 900
   const i64 slot = *static_cast<const volatile INDEX*>(p.index + row * p.index_stride);
@@ -246,7 +251,7 @@ extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-__launch_bounds__(THREADS, MIN_CTAS) fused_kda_decode(const __grid_constant__ Params p) {
+    __launch_bounds__(THREADS, MIN_CTAS) fused_kda_decode(const __grid_constant__ Params p) {
   __shared__ alignas(16) float shared_q[DIM], shared_k[DIM], shared_decay[DIM], shared_y[DIM], shared_v[ROWS];
   __shared__ alignas(16) bf16 window[2 * TAPS * DIM + TAPS * ROWS];
   __shared__ alignas(8) i64 barriers[PASSES / CHUNK + 1];
