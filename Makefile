@@ -3,6 +3,7 @@
 #   make test        the tests that need no GPU
 #   make lint        ruff, mypy, clang-format
 #   make gpu-test    the tests that need a CUDA device
+#   make docs        write the pages that are generated
 #   make lock        renew the committed figures of the static proofs
 #   make sanitize    the CUDA kernel under compute-sanitizer (needs a GPU)
 # Variables: PYTHON (3.10 to 3.12), VENV, JOBS (test processes), PIP_FLAGS (e.g. an index with CPU builds of torch).
@@ -24,7 +25,7 @@ else
 DEV_EXTRAS := dev,plot
 endif
 
-.PHONY: demo test lint format gpu-test lock sanitize clean
+.PHONY: demo test lint format gpu-test lock sanitize docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fused-kda generate "Ann has 12 apples. She buys 7 more. Then she gives 5 away. How many apples does she have now?"
@@ -50,6 +51,9 @@ endif
 
 gpu-test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu
+
+docs: $(VENV)/.installed
+	$(BIN)/python docs/render_gates.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
