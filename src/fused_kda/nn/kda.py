@@ -293,7 +293,7 @@ class KimiDeltaAttention(nn.Module):
         steps = extended.shape[1] - self.conv_width + 1
         total = self.conv_weight[:, 0] * extended[:, :steps]
         for tap in range(1, self.conv_width):
-            total = total + self.conv_weight[:, tap] * extended[:, tap : tap + steps]
+            total = torch.addcmul(total, self.conv_weight[:, tap], extended[:, tap : tap + steps])
         q, k, v = self._by_head(functional.silu(total), 3).unbind(-3)
         q = q * (torch.rsqrt(q.square().sum(-1, keepdim=True) + QK_NORM_EPS) * self.head_dim**-0.5)
         k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + QK_NORM_EPS)
