@@ -250,7 +250,7 @@ class StatePool:
 
     def _check_allocated(self, slot: int) -> None:
         if not self.first_slot <= slot < self.slots:
-            reserved = " (0 is reserved)" if slot == self.null_slot else ""
+            reserved = " (0 is reserved)" if slot == self.null_slot == 0 else ""
             raise ValueError(f"slot: expected {self.first_slot} <= slot < {self.slots}, got {slot}{reserved}")
         if slot not in self._allocated:
             raise ValueError(f"slot: expected an allocated slot, got {slot}, which is free (freed twice?)")
