@@ -28,7 +28,9 @@ endif
 .PHONY: demo test lint format gpu-test lock sanitize docs clean
 
 demo: $(VENV)/.installed
-	$(BIN)/fused-kda generate "Ann has 12 apples. She buys 7 more. Then she gives 5 away. How many apples does she have now?"
+	$(BIN)/fused-kda generate "Mia has 20 nuts. Priya has 17 more nuts than Mia. How many nuts do Mia and Priya have in total?"
+	$(BIN)/fused-kda generate "A farmer has 9 hens. Each hen lays 9 eggs. Sofia uses 77. How many eggs are left?"
+	$(BIN)/fused-kda generate "A book has 126 pages. Lily reads 51 pages on Monday and 56 on Sunday. How many pages does she still have to read?"
 	$(BIN)/fused-kda eval --limit 100 --min-exact-match 0.9
 
 test: $(VENV)/.installed-dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from fused_kda import gates
-from fused_kda.cli import app, doctor
+from fused_kda.cli import app, doctor, model
 from fused_kda.kernels import reference
 from fused_kda.testing.battery import CHECKS
 
@@ -30,7 +31,7 @@ def run_json(*arguments: str) -> Any:
 def test_help_lists_the_commands() -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("check", "doctor"):
+    for command in ("generate", "eval", "check", "doctor"):
         assert command in result.stdout
 
 
@@ -56,6 +57,54 @@ def test_a_malformed_switch_ends_every_command_with_one_line(monkeypatch: pytest
     result = run("doctor")
     assert result.exit_code == 2
     assert result.stderr.strip() == "fused-kda: FUSED_KDA_STRICT: expected 0 or 1, got 'yes'"
+
+
+DEMO = re.findall(r'fused-kda generate "(.+)"', (Path(__file__).parents[1] / "Makefile").read_text())
+ANSWERS = ("57", "4", "19")
+
+
+class TestGenerate:
+    @pytest.mark.parametrize(("prompt", "answer"), list(zip(DEMO, ANSWERS, strict=True)))
+    def test_the_demo_is_answered_rightly(self, prompt: str, answer: str) -> None:
+        result = run("generate", prompt, "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        solution, last = result.stdout.strip().splitlines()
+        assert solution.endswith(f"#### {answer}")
+        assert re.fullmatch(r"\d+ tokens, \d+ tokens/s, backend reference, no kernel launches per layer", last)
+
+    def test_one_token_is_prefill_alone(self) -> None:
+        result = run("generate", DEMO[0], "--device", "cpu", "--max-tokens", "1")
+        assert result.stdout.splitlines()[1] == "1 tokens, no decode step, no backend was asked"
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("Señor",), "text: expected printable ASCII, got 'ñ'"),
+            (("2 + 2", "--backend", "warp"), "--backend: expected auto or one of"),
+            (("2 + 2", "--backend", "cuda"), "backend: expected one that can run this problem (reference"),
+        ],
+    )
+    def test_what_cannot_be_done_ends_with_one_line_and_code_2(self, arguments: tuple[str, ...], message: str) -> None:
+        result = run("generate", *arguments, "--device", "cpu")
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"fused-kda: {message}")
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+class TestEval:
+    def test_json(self) -> None:
+        report = run_json("eval", "--limit", "8", "--layout", "DS", "--state-dtype", "bf16", "--device", "cpu")
+        assert (report["problems"], report["layout"], report["state_dtype"]) == (8, "DS", "bf16")
+        assert report["backends"] == ["reference"]
+        assert report["correct"] == 8 - len(report["wrong"])
+        assert report["exact_match"] == report["correct"] / 8
+
+    def test_a_share_below_the_one_asked_for_ends_with_code_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(model, "exact_match", lambda outcomes: 0.25)
+        result = run("eval", "--limit", "2", "--device", "cpu", "--min-exact-match", "0.5")
+        assert result.exit_code == 1
+        assert result.stdout.startswith("exact match 25.0%")
+        assert "exact match 0.2500 is below 0.5" in result.stderr
 
 
 class TestCheck:

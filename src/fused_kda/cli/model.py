@@ -63,6 +63,8 @@ def generate_command(
             if tokens == 1:
                 first = last
     except (ValueError, NotImplementedError) as error:
+        if tokens:
+            typer.echo()
         stop(str(error))
     typer.echo()
     # The first token comes from prefill: the rate is that of the decode steps behind the others.
@@ -143,4 +145,4 @@ def _ran_on(decoder: Decoder) -> str:
     for name in decoder.backends_used:
         launches = gates.rows(name, arch)[0].launches
         words.append(f"backend {name}, {launches or 'no'} kernel launch{'' if launches == 1 else 'es'} per layer")
-    return "; ".join(words) or "no decode step"
+    return "; ".join(words) or "no backend was asked"
