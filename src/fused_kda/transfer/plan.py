@@ -111,6 +111,21 @@ def join(pieces: Ranges) -> Ranges:
     return joined
 
 
+def chunks(ranges: Ranges, limit: int) -> list[Ranges]:
+    """Cut a plan, in order, into pieces of at most ``limit`` bytes each; a range may be cut too. No copy of data."""
+    ends = np.cumsum(ranges[:, 2])
+    pieces = []
+    for first in range(0, int(ends[-1]) if len(ends) else 0, limit):
+        last = min(first + limit, int(ends[-1]))
+        begin, end = np.searchsorted(ends, first, side="right"), np.searchsorted(ends, last, side="left") + 1
+        piece = ranges[begin:end].copy()
+        skipped = first - (ends[begin] - ranges[begin, 2])
+        piece[0] += (skipped, skipped, -skipped)
+        piece[-1, 2] -= ends[end - 1] - last
+        pieces.append(piece)
+    return pieces
+
+
 def explain_plan(source: PoolLayout, target: PoolLayout) -> str:
     """The ranges of one slot as a small table: per layer by part, and over all layers after joining.
 
