@@ -357,6 +357,6 @@ class KimiDeltaAttention(nn.Module):
         if hidden.device.type == "cuda" and reason not in _warned:
             _warned.add(reason)
             warnings.warn(
-                f"prefill runs in plain PyTorch, fla-core cannot take it: {reason}", FallbackWarning, stacklevel=3
+                f"prefill runs in plain PyTorch, fla-core cannot take it: {reason}", FallbackWarning, stacklevel=4
             )
         return "torch"
