@@ -11,8 +11,9 @@ A checkpoint keeps q, k, v, gates and beta apart; the layer keeps them as rows o
 * ``A_log``: ``[1, 1, H, 1]`` (Kimi-Linear), ``[H]``, or 1-D with zeros up to a multiple of 128 (Kimi-K3);
 * ``dt_bias [P]``, ``o_norm.weight [D]``.
 
-P = H * D and C is the hidden size. Prefixes are e.g. ``model.layers.0.self_attn.`` (Kimi-Linear) and
-``language_model.model.layers.0.self_attn.`` (Kimi-K3).
+P = H * D, H counts all heads (also where a layer has one rank's share alone and loads that) and C is the hidden size.
+Prefixes are e.g. ``model.layers.0.self_attn.`` (Kimi-Linear) and ``language_model.model.layers.0.self_attn.``
+(Kimi-K3).
 """
 
 from __future__ import annotations
@@ -43,32 +44,53 @@ class Entry:
         target: the parameter, or a view of some of its rows. Loading writes it (in its own dtype).
         shapes: shapes that the checkpoint's tensor may have; the first is the one that is saved. A 1-D shape longer
             than the target is the target with zeros after it.
+        parts, part, axis: the target is one of ``parts`` equal parts of the checkpoint's tensor along the target's
+            ``axis``: the share of one tensor-parallel rank.
     """
 
     target: torch.Tensor
     shapes: tuple[tuple[int, ...], ...]
+    parts: int = 1
+    part: int = 0
+    axis: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Of the checkpoint's tensor, without zeros after it."""
+        return self.target.numel() * self.parts
+
+    def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The target's values in a checkpoint's tensor."""
+        shape, length = list(self.target.shape), self.target.shape[self.axis]
+        shape[self.axis] *= self.parts
+        return tensor.flatten()[: self.elements].view(shape).narrow(self.axis, self.part * length, length)
 
 
 def layer_entries(layer: KimiDeltaAttention, prefix: str = "") -> dict[str, Entry]:
     """Every tensor of one layer by its Hugging Face name."""
-    hidden, heads, dim, width = layer.hidden_size, layer.num_heads, layer.head_dim, layer.conv_width
-    inner = heads * dim
+    hidden, shard, dim, width = layer.hidden_size, layer.shard, layer.head_dim, layer.conv_width
+    heads, inner = shard.heads, shard.heads * dim
+
+    def own(target: torch.Tensor, *shapes: tuple[int, ...], axis: int = 0) -> Entry:
+        return Entry(target.detach(), shapes, shard.size, shard.rank, axis)
+
     entries: dict[str, Entry] = {}
-    merged = layer.in_proj.weight.detach()
     for name, rows in layer.columns.items():
-        entries[f"{name}_proj.weight"] = Entry(merged[rows], ((rows.stop - rows.start, hidden),))
-    conv = layer.conv_weight.detach()
-    for plane, name in enumerate(("q", "k", "v")):
-        rows = slice(plane * inner, (plane + 1) * inner)
-        entries[f"{name}_conv1d.weight"] = Entry(conv[rows], ((inner, 1, width), (inner, width)))
-    entries["f_b_proj.weight"] = Entry(layer.f_b_proj.weight.detach(), ((inner, dim),))
+        section = layer.in_proj.weight.detach()[rows]
+        if name in ("f_a", "g_a"):
+            entries[f"{name}_proj.weight"] = Entry(section, ((dim, hidden),))
+        else:
+            entries[f"{name}_proj.weight"] = own(section, (heads if name == "b" else inner, hidden))
+    for name, taps in zip("qkv", layer.conv_weight.chunk(3), strict=True):
+        entries[f"{name}_conv1d.weight"] = own(taps, (inner, 1, width), (inner, width))
+    entries["f_b_proj.weight"] = own(layer.f_b_proj.weight, (inner, dim))
     if layer.g_b_proj is not None:
-        entries["g_b_proj.weight"] = Entry(layer.g_b_proj.weight.detach(), ((inner, dim),))
-    entries["o_proj.weight"] = Entry(layer.o_proj.weight.detach(), ((hidden, inner),))
+        entries["g_b_proj.weight"] = own(layer.g_b_proj.weight, (inner, dim))
+    entries["o_proj.weight"] = own(layer.o_proj.weight, (hidden, inner), axis=1)
     published = ((heads,), (1, 1, heads, 1)) if layer.full_rank_gate else ((1, 1, heads, 1), (heads,))
     padded = -(-heads // A_LOG_MULTIPLE) * A_LOG_MULTIPLE
-    entries["A_log"] = Entry(layer.A_log.detach(), (*published, (padded,)))
-    entries["dt_bias"] = Entry(layer.dt_bias.detach(), ((inner,),))
+    entries["A_log"] = own(layer.A_log, *published, (padded,))
+    entries["dt_bias"] = own(layer.dt_bias, (inner,))
     entries["o_norm.weight"] = Entry(layer.norm_weight.detach(), ((dim,),))
     return {prefix + name: entry for name, entry in entries.items()}
 
@@ -100,17 +122,23 @@ def load_entries(entries: Mapping[str, Entry], tensors: Mapping[str, torch.Tenso
             problems.append(f"shape: {name}: expected {_shapes(entry)}, got {list(tensor.shape)}")
         elif tensor.dtype not in DTYPES:
             problems.append(f"dtype: {name}: expected {' or '.join(map(str, DTYPES))}, got {tensor.dtype}")
-        elif tensor.flatten()[entry.target.numel() :].any():
-            problems.append(f"padding: {name}: expected zeros after the first {entry.target.numel()} elements")
+        elif tensor.flatten()[entry.elements :].any():
+            problems.append(f"padding: {name}: expected zeros after the first {entry.elements} elements")
     if problems:
         raise CheckpointError("checkpoint does not fit:\n  " + "\n  ".join(problems))
     for name, entry in entries.items():
-        values = tensors[name].flatten()[: entry.target.numel()]
-        entry.target.copy_(values.view(entry.target.shape))
+        entry.target.copy_(entry.own_part(tensors[name]))
 
 
 def entry_tensors(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
-    """Copies of all targets by name, in the shape that is saved: what ``safetensors.torch.save_file`` takes."""
+    """Copies of all targets by name, in the shape that is saved: what ``safetensors.torch.save_file`` takes.
+
+    Raises:
+        ValueError: the entries are one rank's parts.
+    """
+    parts = [name for name, entry in entries.items() if entry.parts > 1]
+    if parts:
+        raise ValueError(f"entries: expected whole tensors, got one tensor-parallel rank's part of {', '.join(parts)}")
     return {name: entry.target.reshape(entry.shapes[0]).clone() for name, entry in entries.items()}
 
 

@@ -12,8 +12,10 @@ from torch.nn import functional
 
 from ..api import FallbackWarning, fused_kda_decode
 from ..contract import QK_NORM_EPS
+from ..layouts import Shard
 from ..pool import LayerPool
 from .chunked import delta_rule, fla_delta_rule, fla_reason
+from .parallel import RowParallelLinear, TensorParallel
 
 #: Rows of the merged projection are a multiple of this, so that its GEMM and the row stride of its slices stay aligned.
 ROW_MULTIPLE = 16
@@ -33,7 +35,7 @@ class KimiDeltaAttention(nn.Module):
 
     Args:
         hidden_size: width of the residual stream.
-        num_heads: H.
+        num_heads: H of the whole layer.
         head_dim: D (keys, values and the rank of the low-rank gates alike).
         conv_width: W.
         lower_bound: -5.0 in Kimi-K3: ``log_decay = lower_bound * sigmoid(exp(A_log) * z)``; None in Kimi-Linear:
@@ -44,8 +46,13 @@ class KimiDeltaAttention(nn.Module):
             backend runs. Conv weight ``[3P, W]``, A_log ``[H]``, dt_bias ``[P]`` and norm weight ``[D]`` are fp32
             (float64 for float64).
         device: where the parameters are made.
+        parallel: the ranks that share the layer's heads; None: this process has them all. A layer on one of several
+            ranks has ``num_heads`` of its own, and its :attr:`shard` says which. It does not train.
 
-    Shapes below: P = H * D, C = hidden_size.
+    Shapes below: P = H * D with H of this rank, C = hidden_size.
+
+    Raises:
+        ValueError: lower_bound out of range, or the heads cannot be shared evenly.
     """
 
     def __init__(
@@ -60,12 +67,15 @@ class KimiDeltaAttention(nn.Module):
         norm_eps: float = 1e-5,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        parallel: TensorParallel | None = None,
     ) -> None:
         super().__init__()
         if lower_bound is not None and not (math.isfinite(lower_bound) and lower_bound < 0):
             raise ValueError(f"lower_bound: expected a finite negative number or None, got {lower_bound}")
+        #: Which heads these are.
+        self.shard = Shard(num_heads, head_dim, parallel.size if parallel else 1, parallel.rank if parallel else 0)
         self.hidden_size = hidden_size
-        self.num_heads = num_heads
+        self.num_heads = num_heads = self.shard.local_heads
         self.head_dim = head_dim
         self.conv_width = conv_width
         self.lower_bound = lower_bound
@@ -89,7 +99,10 @@ class KimiDeltaAttention(nn.Module):
         self.in_proj = nn.Linear(hidden_size, rows, bias=False, dtype=dtype, device=device)
         self.f_b_proj = nn.Linear(head_dim, inner, bias=False, dtype=dtype, device=device)
         self.g_b_proj = None if full_rank_gate else nn.Linear(head_dim, inner, bias=False, dtype=dtype, device=device)
-        self.o_proj = nn.Linear(inner, hidden_size, bias=False, dtype=dtype, device=device)
+        if parallel is None:
+            self.o_proj = nn.Linear(inner, hidden_size, bias=False, dtype=dtype, device=device)
+        else:
+            self.o_proj = RowParallelLinear(inner, hidden_size, parallel, dtype=dtype, device=device)
         self.conv_weight = nn.Parameter(torch.empty(3 * inner, conv_width, dtype=wide, device=device))
         self.A_log = nn.Parameter(torch.empty(num_heads, dtype=wide, device=device))
         self.dt_bias = nn.Parameter(torch.empty(inner, dtype=wide, device=device))

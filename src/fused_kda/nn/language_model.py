@@ -22,6 +22,7 @@ from ..layouts import LayoutKind
 from ..pool import StatePool
 from .checkpoint import CheckpointError, Entry, entry_tensors, layer_entries, load_entries, read_tensors
 from .kda import KimiDeltaAttention
+from .parallel import TensorParallel
 
 #: Character of every token; a line break ends a question, and ends its solution.
 VOCABULARY = "\n" + "".join(map(chr, range(32, 127)))
@@ -61,7 +62,13 @@ class ModelConfig:
 class Block(nn.Module):
     """Norm, KDA, add; norm, gated MLP, add."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        parallel: TensorParallel | None,
+    ) -> None:
         super().__init__()
         hidden, wide = config.hidden_size, config.mlp_size
         self.mixer_norm = nn.RMSNorm(hidden, config.norm_eps, device=device)
@@ -75,6 +82,7 @@ class Block(nn.Module):
             norm_eps=config.norm_eps,
             dtype=dtype,
             device=device,
+            parallel=parallel,
         )
         self.mlp_norm = nn.RMSNorm(hidden, config.norm_eps, device=device)
         self.gate_up = nn.Linear(hidden, 2 * wide, bias=False, dtype=dtype, device=device)
@@ -117,6 +125,8 @@ class LanguageModel(nn.Module):
         config: its sizes.
         dtype: of the projections and the op's activations: bfloat16, or float32.
         device: where the parameters are made.
+        parallel: the ranks that share the KDA layers' heads, see :mod:`fused_kda.nn.parallel`; all else is on every
+            rank, and every rank computes the same logits.
 
     Symbols below: B rows, T tokens, V = ``len(VOCABULARY)``.
     """
@@ -127,13 +137,14 @@ class LanguageModel(nn.Module):
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        parallel: TensorParallel | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
         self.embedding = nn.Parameter(torch.empty(len(VOCABULARY), config.hidden_size, device=device))
         nn.init.normal_(self.embedding, std=config.hidden_size**-0.5)
-        self.blocks = nn.ModuleList(Block(config, dtype, device) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, dtype, device, parallel) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps, device=device)
 
     @property
@@ -200,7 +211,7 @@ class LanguageModel(nn.Module):
         return StatePool(
             config.num_layers,
             slots + 1,
-            config.num_heads,
+            self._blocks()[0].mixer.num_heads,
             config.head_dim,
             config.conv_width,
             layout=layout,
@@ -246,19 +257,20 @@ def read_model(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
+    parallel: TensorParallel | None = None,
 ) -> LanguageModel:
-    """Read a model that :func:`save_model` wrote; None is the shipped one.
+    """Read a model that :func:`save_model` wrote, or one rank's part of it; None is the shipped one.
 
     Raises:
         CheckpointError: the file has no configuration, or its tensors do not fit it.
     """
     if path is None:
         with as_file(files(__package__).joinpath(SHIPPED)) as shipped:
-            return read_model(shipped, dtype=dtype, device=device)
+            return read_model(shipped, dtype=dtype, device=device, parallel=parallel)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
     if "config" not in metadata:
         raise CheckpointError(f"{path.name}: expected the model's configuration in its metadata, found none")
-    model = LanguageModel(ModelConfig(**json.loads(metadata["config"])), dtype=dtype, device=device)
+    model = LanguageModel(ModelConfig(**json.loads(metadata["config"])), dtype=dtype, device=device, parallel=parallel)
     load_entries(model.entries(), read_tensors([path]))
     return model.eval().requires_grad_(False)
