@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis
 import pytest
 import torch
 
 from fused_kda import api, gates
-from fused_kda.testing.battery import Subject, default_size
+from fused_kda.testing.battery import NotRun, Subject, default_size
+from fused_kda.testing.problems import Call
 
 # The same examples in every run, here and in CI: a failure can always be repeated.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=False)
@@ -29,11 +32,28 @@ def _runnable() -> list[object]:
     return found
 
 
+class SkippingSubject(Subject):
+    """A subject whose closed gates skip the test, with the reason."""
+
+    def draw(self, **wanted: Any) -> Call:
+        try:
+            return super().draw(**wanted)
+        except NotRun as missing:
+            pytest.skip(str(missing))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(params=_runnable())
 def subject(request: pytest.FixtureRequest) -> Subject:
     """One backend on one device, at the size that suits it."""
     backend, device = request.param
-    return Subject(backend, device, default_size(device, backend))
+    return SkippingSubject(backend, device, default_size(device, backend))
 
 
 @pytest.fixture(autouse=True)
