@@ -198,8 +198,17 @@ def _nvrtc_problem() -> str | None:
     return None
 
 
+def _interpreter_off() -> str | None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return "Triton runs on a CPU only in its interpreter (TRITON_INTERPRET=1, set before the first import)"
+
+
+_TRITON_NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+_TRITON_AMD = ("gfx942", "gfx950")
+
 #: Backends from fastest to slowest: the order in which ``auto`` asks them.
-BACKENDS: tuple[str, ...] = ("cuda", "reference")
+BACKENDS: tuple[str, ...] = ("cuda", "triton", "chain", "reference")
 
 TABLE: tuple[Row, ...] = (
     Row(
@@ -211,6 +220,27 @@ TABLE: tuple[Row, ...] = (
         modules=("cuda.core", "cuda.bindings"),
         condition=_nvrtc_problem,
         note="one launch, any number of heads; pools that are not aligned to 16 bytes take narrower, slower accesses",
+    ),
+    *(
+        Row(
+            backend=backend,
+            archs=archs,
+            launches=launches,
+            head_dims=(64, 128, 256),
+            modules=("triton",),
+            auto=condition is None,
+            condition=condition,
+            note=note,
+        )
+        for backend, launches, what in (
+            ("triton", 1, "one launch, the same source on NVIDIA and AMD"),
+            ("chain", 3, "conv update, recurrence and gated norm as launches of their own (two without the norm)"),
+        )
+        for archs, condition, note in (
+            (_TRITON_NVIDIA, None, what),
+            (_TRITON_AMD, None, f"{what}; compiled for and interpreted, not yet run on hardware"),
+            (("cpu",), _interpreter_off, "for tests: Triton's interpreter, asked for by name"),
+        )
     ),
     Row(
         backend="reference",

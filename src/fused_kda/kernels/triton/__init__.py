@@ -1,0 +1,3 @@
+"""The whole decode step as one portable Triton launch: NVIDIA SM80 and later, AMD gfx942 and gfx950."""
+
+from .launch import prepare as prepare

@@ -1,0 +1,258 @@
+"""Static figures of the decode kernel: compiled for a named architecture, on any machine, read off the binary.
+
+The figures that must not get worse are kept per architecture in a committed lock file; :func:`differences` compares.
+A kernel that starts to spill, to use scratch memory or to lose its 16-byte accesses is seen without the hardware.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+
+from ...contract import Specialization
+from ...layouts import ConvLayout, LayoutKind
+from ..jit import Build, compiled
+from .compile import decode_build, has_pdl
+from .shape import choose
+
+#: LDS of one gfx9 compute unit that one program may use, bytes.
+LDS_BYTES = 64 * 1024
+#: Heads of the static matrix: Kimi-K3 at TP32, TP8, TP4 and TP1.
+HEADS = (3, 12, 24, 96)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One specialisation to compile. Defaults are Kimi-K3's layer; the rest is what a caller may change.
+
+    Attributes:
+        arch: "gfx942", "sm_90" ...
+        heads, head_dim, layout, state_dtype, bounded, norm: of the problem.
+        extra: further changes, by name: "mask", "bias", "w2", "checkpoint" (bf16 weights [3P, W]), "unaligned",
+            "spare" (DS with a spare tap) and "prefetch".
+    """
+
+    arch: str
+    heads: int = 12
+    head_dim: int = 128
+    layout: LayoutKind = "SD"
+    state_dtype: torch.dtype = torch.float32
+    bounded: bool = True
+    norm: bool = True
+    extra: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The case's key in a lock file."""
+        state = "fp32" if self.state_dtype == torch.float32 else "bf16"
+        words = [f"H{self.heads}", f"D{self.head_dim}", self.layout, state]
+        words += ["bounded" if self.bounded else "softplus", "norm" if self.norm else "plain", *self.extra]
+        return " ".join(words)
+
+    def specialization(self) -> Specialization:
+        """The problem's compile-time part, as the contract would derive it from tensors."""
+        width = 2 if "w2" in self.extra else 4
+        channels = 3 * self.heads * self.head_dim
+        inner = self.heads * self.head_dim
+        checkpoint = "checkpoint" in self.extra
+        unaligned = "unaligned" in self.extra
+        return Specialization(
+            heads=self.heads,
+            head_dim=self.head_dim,
+            conv_width=width,
+            conv_layout=ConvLayout(self.layout, channels, width - 1 + ("spare" in self.extra)),
+            weight_strides=(inner * width, 1, width) if checkpoint else (width * inner, inner, 1),
+            dtype=torch.bfloat16,
+            weight_dtype=torch.bfloat16 if checkpoint else torch.float32,
+            bias_dtype=torch.float32 if "bias" in self.extra else None,
+            norm_dtype=torch.float32 if self.norm else None,
+            param_dtype=torch.float32,
+            state_dtype=self.state_dtype,
+            index_dtype=torch.int32,
+            bounded=self.bounded,
+            has_initial_state="mask" in self.extra,
+            state_alignment=self.state_dtype.itemsize if unaligned else 16,
+            conv_alignment=2 if unaligned else 16,
+        )
+
+    def build(self) -> Build:
+        """The build that a launch of one row would use."""
+        spec, prefetch = self.specialization(), "prefetch" in self.extra
+        return decode_build(spec, self.arch, choose(spec, self.arch, 1, prefetch), prefetch)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a compiled kernel needs.
+
+    Attributes:
+        registers: vector registers per thread (VGPRs with AGPRs on AMD).
+        scalar_registers: SGPRs per wave; 0 on NVIDIA.
+        spills: registers spilt to memory (AMD: vector and scalar).
+        scratch_bytes: private memory per thread: stack and local on NVIDIA, private segment on AMD.
+        shared_bytes: shared memory or LDS per program.
+        occupancy: programs' waves per SIMD that the registers allow (AMD), or warps per SM sub-partition (NVIDIA).
+        wide_loads, wide_stores: 16-byte global loads and stores in the code.
+        lane_ops: exchanges between lanes without shared memory (DPP on AMD, SHFL on NVIDIA).
+    """
+
+    registers: int
+    scalar_registers: int
+    spills: int
+    scratch_bytes: int
+    shared_bytes: int
+    occupancy: int
+    wide_loads: int
+    wide_stores: int
+    lane_ops: int
+
+    def faults(self, case: Case) -> list[str]:
+        """What a kernel of this case must not do and does; empty for a sound one."""
+        found = []
+        if self.spills or self.scratch_bytes:
+            found.append(f"{self.spills} registers spilt, {self.scratch_bytes} bytes of scratch per thread")
+        if self.shared_bytes > LDS_BYTES:
+            found.append(f"{self.shared_bytes} bytes of shared memory")
+        if self.occupancy < 2:
+            found.append(f"{self.occupancy} resident waves per SIMD")
+        if "unaligned" not in case.extra:
+            spec = case.specialization()
+            lanes = 64 if case.arch.startswith("gfx") else 32
+            warps = choose(spec, case.arch, 1, False).warps
+            least = case.head_dim**2 * spec.state_dtype.itemsize // (16 * lanes * warps)
+            if min(self.wide_loads, self.wide_stores) < least:
+                found.append(f"{self.wide_loads} loads and {self.wide_stores} stores of 16 bytes, state needs {least}")
+        if not self.lane_ops:
+            found.append("no exchange between lanes without shared memory")
+        return found
+
+
+def cases(arch: str) -> list[Case]:
+    """The static matrix of one architecture.
+
+    AMD, where nothing else can be proved without hardware: both layouts, both gates, norm on and off, all of
+    :data:`HEADS`, both state dtypes. NVIDIA: the same at H = 12. Both: one case for every other thing that changes the
+    code.
+    """
+    heads = HEADS if arch.startswith("gfx") else (12,)
+    layouts: tuple[LayoutKind, ...] = ("SD", "DS")
+    dtypes = (torch.float32, torch.bfloat16)
+    matrix = [
+        Case(arch, count, 128, layout, dtype, bounded, norm)
+        for count, layout, dtype, bounded, norm in itertools.product(
+            heads, layouts, dtypes, (True, False), (True, False)
+        )
+    ]
+    matrix += [Case(arch, 12, dim, "DS", dtype) for dim in (64, 256) for dtype in dtypes]
+    matrix += [Case(arch, extra=extra) for extra in (("mask", "bias"), ("w2",), ("checkpoint",), ("unaligned",))]
+    matrix.append(Case(arch, layout="DS", extra=("spare",)))
+    if has_pdl(arch):
+        matrix += [Case(arch, state_dtype=dtype, extra=("prefetch",)) for dtype in dtypes]
+    return matrix
+
+
+def figures(case: Case) -> Figures:
+    """Compile one case and read its figures."""
+    kernel = compiled(case.build(), case.arch)
+    return _amd(kernel) if case.arch.startswith("gfx") else _nvidia(kernel)
+
+
+def table(wanted: Sequence[Case], processes: int = 1) -> dict[str, Figures]:
+    """The figures of many cases by name, compiled by ``processes`` processes."""
+    if processes == 1:
+        results: Iterable[Figures] = map(figures, wanted)
+        return {case.name: result for case, result in zip(wanted, results, strict=True)}
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        results = pool.map(figures, wanted, chunksize=4)
+        return {case.name: result for case, result in zip(wanted, results, strict=True)}
+
+
+def _amd(kernel: CompiledKernel) -> Figures:
+    text: str = kernel.asm["amdgcn"]
+
+    def metadata(name: str) -> int:
+        return int(_only(re.findall(rf"^\s+\.{name}:\s+(\d+)", text, re.M), name))
+
+    return Figures(
+        registers=metadata("vgpr_count"),
+        scalar_registers=metadata("sgpr_count"),
+        spills=metadata("vgpr_spill_count") + metadata("sgpr_spill_count"),
+        scratch_bytes=metadata("private_segment_fixed_size"),
+        shared_bytes=int(kernel.metadata.shared),
+        occupancy=int(_only(re.findall(r"; Occupancy: (\d+)", text), "Occupancy")),
+        wide_loads=len(re.findall(r"^\s+(?:buffer|global)_load_dwordx4 ", text, re.M)),
+        wide_stores=len(re.findall(r"^\s+(?:buffer|global)_store_dwordx4 ", text, re.M)),
+        lane_ops=len(re.findall(r"^\s+v_\w+_dpp ", text, re.M)),
+    )
+
+
+def _nvidia(kernel: CompiledKernel) -> Figures:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+
+    def resource(name: str) -> int:
+        return int(_only(re.findall(rf"\b{name}:(\d+)", usage), name))
+
+    registers = resource("REG")
+    stored = r"\bST(?:G|\.E)\S*\.128\b" if "STG" in sass else r"\bST\S*\.128\b"
+    return Figures(
+        registers=registers,
+        scalar_registers=0,
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        scratch_bytes=resource("STACK") + resource("LOCAL"),
+        shared_bytes=int(kernel.metadata.shared),
+        # 16,384 registers per sub-partition, handed out to a warp in units of 256.
+        occupancy=16384 // (-(-registers * 32 // 256) * 256),
+        wide_loads=len(re.findall(r"\bLDG\S*\.128\b", sass)),
+        wide_stores=len(re.findall(stored, sass)),
+        lane_ops=len(re.findall(r"\bSHFL\b", sass)),
+    )
+
+
+def _only(found: Sequence[str], name: str) -> str:
+    if len(found) != 1:
+        raise ValueError(f"{name}: expected once in the compiled kernel, found {len(found)} times")
+    return found[0]
+
+
+def write_lock(path: Path, rows: Mapping[str, Figures]) -> None:
+    """Write figures as a lock file: JSON, one case a line, with the Triton version that made them."""
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(asdict(row))}" for name, row in sorted(rows.items()))
+    path.write_text(f'{{"triton": "{triton.__version__}", "cases": {{\n{lines}\n}}}}\n')
+
+
+def read_lock(path: Path) -> tuple[str, dict[str, Figures]]:
+    """The Triton version of a lock file, and its figures."""
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content["triton"], {name: Figures(**row) for name, row in content["cases"].items()}
+
+
+def differences(locked: Mapping[str, Figures], now: Mapping[str, Figures]) -> list[str]:
+    """What differs between a lock and the present, one line each; empty where all is as locked."""
+    lines = [f"{name}: not in the lock" for name in sorted(now.keys() - locked.keys())]
+    lines += [f"{name}: in the lock alone" for name in sorted(locked.keys() - now.keys())]
+    for name in sorted(locked.keys() & now.keys()):
+        before, after = asdict(locked[name]), asdict(now[name])
+        changed = [f"{key} {before[key]} -> {after[key]}" for key in before if before[key] != after[key]]
+        if changed:
+            lines.append(f"{name}: {', '.join(changed)}")
+    return lines

@@ -1,0 +1,32 @@
+"""The backend: a checked problem in, a launch out. All decisions are made here, once; the launch makes none."""
+
+from __future__ import annotations
+
+from ... import gates
+from ...contract import DecodeProblem, Tensors
+from ..jit import Launch, bind, interpreted, scalars
+from .compile import decode_build
+from .kernel import decode
+from .shape import choose
+
+#: What the interpreter on a CPU runs: the launch shape and code paths of this architecture.
+INTERPRETED_ARCH = "sm_80"
+
+
+def prepare(problem: DecodeProblem) -> Launch:
+    """Compile (or find) the kernel for the problem and bind the launch.
+
+    Returns:
+        A function of the call's tensors that launches once on the current stream of the current device. It mutates
+        conv_state, state and out; it allocates nothing, copies nothing and waits for nothing.
+    """
+    spec = problem.spec
+    arch = INTERPRETED_ARCH if interpreted(decode) else gates.architecture(problem.device)
+    shape = choose(spec, arch, problem.batch, problem.prefetch)
+    build = decode_build(spec, arch, shape, problem.prefetch)
+    run = bind(build, arch, problem.device, problem.batch * spec.heads, scalars(problem, decode))
+
+    def launch(tensors: Tensors) -> None:
+        run(tensors._asdict())
+
+    return launch
