@@ -18,9 +18,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FL
 CUDA_SOURCES := $(wildcard src/fused_kda/kernels/cuda/*.cu)
 # One thread per test process: two of them on two cores are quicker than either with two threads.
 TEST_ENV := OMP_NUM_THREADS=1
-# cuda-core, NVRTC and Triton exist for Linux alone.
+# cuda-core, NVRTC, Triton and NIXL exist for Linux alone.
 ifeq ($(shell uname -s),Linux)
-DEV_EXTRAS := cuda,dev,plot
+DEV_EXTRAS := cuda,dev,plot,transfer
 else
 DEV_EXTRAS := dev,plot
 endif
