@@ -54,6 +54,15 @@ endif
 gpu-test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu
 
+lock: $(VENV)/.installed-dev
+	$(BIN)/python -m fused_kda.kernels.cuda.inspect --write
+
+SANITIZE := compute-sanitizer --error-exitcode 1 --kernel-regex kns=fused_kda_decode
+
+sanitize: $(VENV)/.installed-dev
+	for tool in memcheck racecheck synccheck initcheck; do \
+	  $(SANITIZE) --tool $$tool $(BIN)/python tests/kernels/sanitize_cuda.py || exit 1; done
+
 docs: $(VENV)/.installed
 	$(BIN)/python docs/render_gates.py
 

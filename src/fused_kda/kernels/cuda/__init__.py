@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from ... import gates
 from ...contract import DecodeProblem, Tensors
 from .launch import make_launch
@@ -17,4 +19,5 @@ from .shape import choose
 def prepare(problem: DecodeProblem) -> Callable[[Tensors], None]:
     """A launch for the problem: takes the call's tensors, mutates conv_state, state and out."""
     arch = gates.architecture(problem.device)
-    return make_launch(problem, choose(problem, arch), arch)
+    sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    return make_launch(problem, choose(problem, arch, sms), arch)

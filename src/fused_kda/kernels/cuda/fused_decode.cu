@@ -46,9 +46,8 @@ constexpr bool DENSE_WINDOW = CONV_CHANNEL == 1 || CONV_CHANNEL == TAPS;
 constexpr float QK_EPS = 1e-6f;
 enum Section { Q, K, V, DECAY };
 
-static_assert(THREADS == 128 || THREADS == 256 || THREADS == 512);
-static_assert(PASSES >= 1 && PASSES * GROUPS * SPLIT == DIM);
-static_assert(PASSES % CHUNK == 0);
+static_assert(THREADS == 128 || THREADS == 256);
+static_assert(PASSES % CHUNK == 0 && PASSES * GROUPS * SPLIT == DIM);
 static_assert(!BULK || STATE_ALIGNED);
 
 // Pointers in the order of contract.Tensors; strides and pitches in elements.
@@ -218,6 +217,21 @@ DEVICE void load_own(float (&value)[OWN], const float* shared, int lane) {
   }
 }
 
+// ---- The history of one channel. DS has its three taps side by side: a word and a half, whichever is at an even
+// element.
+
+DEVICE void load_taps(bf16 (&tap)[TAPS], const bf16* first, bool odd, bool started) {
+  if constexpr (CONV_TAP == 1 && CONV_ALIGNED) {
+    const u32 word = started ? *reinterpret_cast<const u32*>(first + (odd ? 1 : 0)) : 0;
+    const bf16 half = started ? first[odd ? 0 : 2] : bf16{0};
+    const bf16 low{u16(word)}, high{u16(word >> 16)};
+    tap[0] = odd ? half : low, tap[1] = odd ? low : high, tap[2] = odd ? high : half;
+  } else {
+#pragma unroll
+    for (int t = 0; t < TAPS; ++t) tap[t] = started ? first[t * i64(CONV_TAP)] : bf16{0};
+  }
+}
+
 // ---- The conv window of one section: `count` channels staged in shared memory in the pool's own order, then copied.
 
 DEVICE int staged(int channel, int tap, int count) {
@@ -268,13 +282,10 @@ __cluster_dims__(SPLIT, 1, 1)
 
   if constexpr (BULK || SPLIT > 1) {
     if (thread == 0) {
-      if constexpr (BULK) {
 #pragma unroll
-        for (int i = 0; i < PASSES / CHUNK; ++i) barrier_init(shared_address(&barriers[i]));
-      }
-      if constexpr (SPLIT > 1) barrier_init(y_barrier);
+      for (int i = BULK ? 0 : PASSES / CHUNK; i <= PASSES / CHUNK; ++i) barrier_init(shared_address(&barriers[i]));
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      if constexpr (SPLIT > 1) barrier_expect(y_barrier, DIM * sizeof(float));
+      if (SPLIT > 1) barrier_expect(y_barrier, DIM * sizeof(float));
     }
   }
   if constexpr (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -319,8 +330,7 @@ __cluster_dims__(SPLIT, 1, 1)
       for (int t = 0; t < WIDTH; ++t) item.weight[t] = to_float(weight[t * i64(W_TAP)]);
       if constexpr (present<BIAS>) item.bias = to_float(p.bias[section * INNER + head * DIM + channel]);
       const bf16* taps = conv + (section * INNER + channel) * CONV_CHANNEL;
-#pragma unroll
-      for (int t = 0; t < TAPS; ++t) item.tap[t] = started ? taps[t * i64(CONV_TAP)] : bf16{0};
+      load_taps(item.tap, taps, (channel * CONV_CHANNEL) % 2, started);
     } else {
       item.other = p.dt_bias[head * DIM + channel];
     }

@@ -1,11 +1,12 @@
 """Which launch shape a call gets: a pure function of its size and of the architecture. No tensors, no compiler.
 
-Every shape computes the same bits (the kernel's reductions do not depend on it), so this is only about speed.
+Every shape computes the same bits (the kernel's reductions do not depend on it), so this is only about speed. The
+thresholds come from ``benchmarks/sweep_shapes.py`` on an H200; its figures are in ``benchmarks/results/``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...contract import DecodeProblem, Specialization
 
@@ -35,9 +36,44 @@ class Shape:
         return spec.head_dim**2 * spec.state_dtype.itemsize // self.split if self.bulk else 0
 
 
-def choose(problem: DecodeProblem, arch: str) -> Shape:
-    """The launch shape for a problem on an architecture ("sm_80", "sm_90", "sm_90a", ...)."""
-    return Shape(threads=256, min_ctas=2)
+#: The state in registers, 64 floats a thread: no cluster, no copy engine, so every architecture can run it.
+REGISTERS = Shape(threads=256, min_ctas=2)
+#: A cluster per tile, the state in registers: the least latency, for grids that leave SMs idle.
+EIGHTHS = Shape(threads=128, split=8, chunk=2)
+QUARTERS = Shape(threads=128, split=4, chunk=4)
+#: Through the copy engine: loads hold no registers and small loads do not queue behind them, for grids of many waves.
+HALVES = Shape(threads=128, split=2, bulk=True, chunk=2, min_ctas=6)
+WHOLE = Shape(threads=128, bulk=True, chunk=2, min_ctas=3)
+
+#: Most tiles per SM for each shape, by bytes per state element, where state may be read ahead of the previous kernel.
+#: fp32: just above one tile per SM, and just above two, whole tiles would leave most SMs idle in the last wave.
+_PREFETCH = {
+    4: ((0.125, EIGHTHS), (0.375, QUARTERS), (1.0, HALVES), (1.2, QUARTERS), (2.0, REGISTERS), (2.5, QUARTERS)),
+    2: ((0.375, QUARTERS), (2.0, WHOLE), (4.5, HALVES)),
+}
+#: The same where it may not: what follows the wait is longer, so smaller tiles pay for longer.
+_WAIT = {4: ((0.125, EIGHTHS), (0.375, QUARTERS)), 2: ((0.375, QUARTERS),)}
+
+
+def choose(problem: DecodeProblem, arch: str, sms: int) -> Shape:
+    """The launch shape for a problem on an architecture ("sm_80", "sm_90", "sm_90a", ...) with so many SMs."""
+    spec = problem.spec
+    if spec.state_alignment < 16 or not has_copy_engine(arch):
+        return REGISTERS
+    per_sm = problem.batch * spec.heads / sms
+    size = spec.state_dtype.itemsize
+    table, rest = (_PREFETCH[size], WHOLE) if problem.prefetch else (_WAIT[size], HALVES)
+    shape = next((shape for most, shape in table if per_sm <= most), rest)
+    # Many waves of fp32 tiles: the copy engine is busy anyway, and the hint only asks L2 twice.
+    return shape if problem.prefetch else replace(shape, hint=size == 2 or per_sm <= 2.0)
+
+
+def has_copy_engine(arch: str) -> bool:
+    """Whether clusters and the copy engine are used: SM90 to SM103.
+
+    SM120 has them too, but room for one fp32 tile per SM and little bandwidth to keep up with; it was not measured.
+    """
+    return major(arch) in (9, 10)
 
 
 def major(arch: str) -> int:
