@@ -100,7 +100,7 @@ class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         top = name.split(".")[0]
         if top not in sys.stdlib_module_names and top not in ("torch", "torchgen", "fused_kda"):
-            raise ImportError(f"{name} is not to be imported here")
+            raise ModuleNotFoundError(f"{name} is not there", name=name)
         return None
 
 sys.meta_path.insert(0, Refuse())
