@@ -143,7 +143,7 @@ def fused_kda_decode(
     scalars = (lower_bound, norm_eps, scale, null_slot, prefetch, backend)
     plan = _plan(tensors, scalars)
     if out is None:
-        out = torch.empty(plan.out_shape, dtype=x.dtype, device=x.device)
+        out = x.new_empty(plan.out_shape)
         tensors = tensors._replace(out=out)
     launch = plan.launch
     if launch is None:
@@ -278,27 +278,34 @@ def reset() -> None:
 
 
 def _key(t: Tensors, scalars: tuple[object, ...]) -> tuple[object, ...]:
-    """All metadata that the contract, the gates and the kernels look at, as one hashable tuple."""
+    """All metadata that the contract, the gates and the kernels look at, as one hashable tuple.
+
+    It is built at every call, so it asks each tensor only for what the contract asks of it: a parameter vector for its
+    size and contiguity, not for its shape; every tensor but x for its device's index (whole numbers hash faster).
+    """
     x, weight, bias, conv_state, raw_g, raw_beta, a_log, dt_bias, indices, state, out, gate, norm, initial = t
-    grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in t)
     return (
         scalars,
-        grad,
+        torch.is_grad_enabled() and _any_requires_grad(t),
         x.shape, x.stride(), x.dtype, x.device,
-        weight.shape, weight.stride(), weight.dtype, weight.device,
-        conv_state.shape, conv_state.stride(), conv_state.dtype, conv_state.device, conv_state.data_ptr() & 15,
-        raw_g.shape, raw_g.stride(), raw_g.dtype, raw_g.device,
-        raw_beta.shape, raw_beta.stride(), raw_beta.dtype, raw_beta.device,
-        a_log.shape, a_log.stride(), a_log.dtype, a_log.device,
-        dt_bias.shape, dt_bias.stride(), dt_bias.dtype, dt_bias.device,
-        indices.shape, indices.stride(), indices.dtype, indices.device,
-        state.shape, state.stride(), state.dtype, state.device, state.data_ptr() & 15,
-        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-        None if gate is None else (gate.shape, gate.stride(), gate.dtype, gate.device),
-        None if norm is None else (norm.shape, norm.stride(), norm.dtype, norm.device),
-        None if initial is None else (initial.shape, initial.stride(), initial.dtype, initial.device),
+        weight.shape, weight.stride(), weight.dtype, weight.get_device(),
+        conv_state.shape, conv_state.stride(), conv_state.dtype, conv_state.get_device(), conv_state.data_ptr() & 15,
+        raw_g.shape, raw_g.stride(), raw_g.dtype, raw_g.get_device(),
+        raw_beta.shape, raw_beta.stride(), raw_beta.dtype, raw_beta.get_device(),
+        a_log.numel(), a_log.is_contiguous(), a_log.dtype, a_log.get_device(),
+        dt_bias.numel(), dt_bias.is_contiguous(), dt_bias.dtype, dt_bias.get_device(),
+        indices.shape, indices.stride(), indices.dtype, indices.get_device(),
+        state.shape, state.stride(), state.dtype, state.get_device(), state.data_ptr() & 15,
+        None if bias is None else (bias.numel(), bias.is_contiguous(), bias.dtype, bias.get_device()),
+        None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
+        None if gate is None else (gate.shape, gate.stride(), gate.dtype, gate.get_device()),
+        None if norm is None else (norm.numel(), norm.is_contiguous(), norm.dtype, norm.get_device()),
+        None if initial is None else (initial.shape, initial.stride(), initial.dtype, initial.get_device()),
     )  # fmt: skip
+
+
+def _any_requires_grad(tensors: Tensors) -> bool:
+    return any([t.requires_grad for t in tensors if t is not None])  # noqa: C419 (a list is faster than a generator)
 
 
 def _plan(tensors: Tensors, scalars: tuple[object, ...]) -> _Plan:
