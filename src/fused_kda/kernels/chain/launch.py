@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +12,31 @@ from ...contract import DecodeProblem, Specialization, Tensors
 from ..jit import Build, Launch, bind, interpreted, scalars, unit
 from .kernels import convolve_row, normalise, recur
 
-#: Value rows of one program of the recurrence. Not a function of the batch, so neither are a row's bits.
-BLOCK_V = 32
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The launch shape. Not a function of the batch, so neither are a row's bits.
+
+    Attributes:
+        block_v: value rows of one program of the recurrence.
+        warps: its warps.
+        vector_warps: warps of a program of the other two kernels, which works on D elements.
+    """
+
+    block_v: int = 32
+    warps: int = 4
+    vector_warps: int = 1
 
 
-def prepare(problem: DecodeProblem) -> Launch:
+SHAPE = Shape()
+
+
+def prepare(problem: DecodeProblem, shape: Shape = SHAPE) -> Launch:
     """Compile (or find) the kernels for the problem and bind their launches.
+
+    Args:
+        problem: a checked call.
+        shape: another launch shape, for the sweep that the default rests on.
 
     Returns:
         A function of the call's tensors that launches on the current stream of the current device. It mutates
@@ -31,9 +51,9 @@ def prepare(problem: DecodeProblem) -> Launch:
         return bind(build, arch, problem.device, programs, {**scalars(problem, build.kernel), **more})
 
     o_row = inner if normed else problem.out_row
-    convolution = bound(_convolution(spec), batch * 3 * spec.heads)
-    recurrence = bound(_recurrence(spec), batch * spec.heads * (spec.head_dim // BLOCK_V), o_row=o_row)
-    norm = bound(_norm(spec), batch * spec.heads) if normed else None
+    convolution = bound(_convolution(spec, shape), batch * 3 * spec.heads)
+    recurrence = bound(_recurrence(spec, shape), batch * spec.heads * (spec.head_dim // shape.block_v), o_row=o_row)
+    norm = bound(_norm(spec, shape), batch * spec.heads) if normed else None
 
     def launch(tensors: Tensors) -> None:
         named = tensors._asdict()
@@ -47,7 +67,7 @@ def prepare(problem: DecodeProblem) -> Launch:
     return launch
 
 
-def _convolution(spec: Specialization) -> Build:
+def _convolution(spec: Specialization, shape: Shape) -> Build:
     plane, tap, channel = spec.weight_strides
     return Build(
         kernel=convolve_row,
@@ -72,11 +92,11 @@ def _convolution(spec: Specialization) -> Build:
             ("WEIGHT_CHANNEL", channel),
         ),
         aligned=("conv_state", "qkv") if spec.conv_alignment == 16 else ("qkv",),
-        options=(("num_warps", 1),),
+        options=(("num_warps", shape.vector_warps),),
     )
 
 
-def _recurrence(spec: Specialization) -> Build:
+def _recurrence(spec: Specialization, shape: Shape) -> Build:
     return Build(
         kernel=recur,
         pointers=(
@@ -95,15 +115,15 @@ def _recurrence(spec: Specialization) -> Build:
             ("D", spec.head_dim),
             ("STATE_UNIT", unit(spec.state_alignment, spec.state_dtype)),
             ("BOUNDED", spec.bounded),
-            ("BLOCK_V", BLOCK_V),
+            ("BLOCK_V", shape.block_v),
             ("LANE_K", min(spec.head_dim, 256 // spec.state_dtype.itemsize)),
         ),
         aligned=("qkv", "state") if spec.state_alignment == 16 else ("qkv",),
-        options=(("num_warps", 4),),
+        options=(("num_warps", shape.warps),),
     )
 
 
-def _norm(spec: Specialization) -> Build:
+def _norm(spec: Specialization, shape: Shape) -> Build:
     return Build(
         kernel=normalise,
         pointers=(
@@ -115,5 +135,5 @@ def _norm(spec: Specialization) -> Build:
         ),
         constants=(("H", spec.heads), ("D", spec.head_dim)),
         aligned=("o",),
-        options=(("num_warps", 1),),
+        options=(("num_warps", shape.vector_warps),),
     )

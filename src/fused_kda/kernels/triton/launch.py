@@ -7,14 +7,18 @@ from ...contract import DecodeProblem, Tensors
 from ..jit import Launch, bind, interpreted, scalars
 from .compile import decode_build
 from .kernel import decode
-from .shape import choose
+from .shape import Shape, choose
 
 #: What the interpreter on a CPU runs: the launch shape and code paths of this architecture.
 INTERPRETED_ARCH = "sm_80"
 
 
-def prepare(problem: DecodeProblem) -> Launch:
+def prepare(problem: DecodeProblem, shape: Shape | None = None) -> Launch:
     """Compile (or find) the kernel for the problem and bind the launch.
+
+    Args:
+        problem: a checked call.
+        shape: a launch shape to use instead of the chosen one, for the sweep that the choice rests on.
 
     Returns:
         A function of the call's tensors that launches once on the current stream of the current device. It mutates
@@ -22,7 +26,7 @@ def prepare(problem: DecodeProblem) -> Launch:
     """
     spec = problem.spec
     arch = INTERPRETED_ARCH if interpreted(decode) else gates.architecture(problem.device)
-    shape = choose(spec, arch, problem.batch, problem.prefetch)
+    shape = shape or choose(spec, arch, problem.batch, problem.prefetch)
     build = decode_build(spec, arch, shape, problem.prefetch)
     run = bind(build, arch, problem.device, problem.batch * spec.heads, scalars(problem, decode))
 
