@@ -240,7 +240,7 @@ def test_the_devices_own_context_is_entered_and_left(monkeypatch: pytest.MonkeyP
 
     backend = fake_backend.install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     call = draw(SMALL)
     warmup(**call.arguments)
     (plan,) = api._plans.values()
