@@ -150,7 +150,7 @@ extern "C" __global__ void produce(unsigned* to0, const unsigned* from0, long lo
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   long long start, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-  do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < 3000000);
+  do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < 20000000);
   for (long long i = threadIdx.x; i < words0; i += blockDim.x) to0[i] = from0[i];
   for (long long i = threadIdx.x; i < words1; i += blockDim.x) to1[i] = from1[i];
   for (long long i = threadIdx.x; i < words2; i += blockDim.x) to2[i] = from2[i];
@@ -160,7 +160,7 @@ extern "C" __global__ void produce(unsigned* to0, const unsigned* from0, long lo
 
 @pytest.fixture
 def produce(device: torch.device, arch: str) -> Callable[..., None]:
-    """Launch a kernel that lets its dependents start at once, sleeps 3 ms, and only then copies up to three tensors."""
+    """Launch a kernel that lets its dependents start at once, sleeps 20 ms, and only then copies up to three tensors."""
     if int(arch[3:-1]) < 9:
         pytest.skip("dependent launch needs SM90")
     Device(device.index).set_current()

@@ -43,6 +43,7 @@ constexpr int ITEMS = 4 / TEAMS;          // sections per thread
 constexpr bool WIDE_STATE = sizeof(STATE) == 4;
 constexpr int VECTORS = OWN * sizeof(STATE) / 16;  // 16-byte pieces of a row in one lane
 constexpr bool DENSE_WINDOW = CONV_CHANNEL == 1 || CONV_CHANNEL == TAPS;
+constexpr u32 CHUNK_BYTES = CHUNK * GROUPS * DIM * sizeof(STATE);
 constexpr float QK_EPS = 1e-6f;
 enum Section { Q, K, V, DECAY };
 
@@ -190,12 +191,10 @@ DEVICE void unpack(float (&value)[OWN], const uint4 (&raw)[VECTORS]) {
     const u32 words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (WIDE_STATE) {
+      if constexpr (WIDE_STATE)
         value[4 * j + i] = __uint_as_float(words[i]);
-      } else {
-        value[2 * i] = __uint_as_float(words[i] << 16);
-        value[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-      }
+      else
+        value[2 * i] = __uint_as_float(words[i] << 16), value[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
     }
   }
 }
@@ -285,7 +284,6 @@ __cluster_dims__(SPLIT, 1, 1)
 #pragma unroll
       for (int i = BULK ? 0 : PASSES / CHUNK; i <= PASSES / CHUNK; ++i) barrier_init(shared_address(&barriers[i]));
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      if (SPLIT > 1) barrier_expect(y_barrier, DIM * sizeof(float));
     }
   }
   if constexpr (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -305,12 +303,10 @@ __cluster_dims__(SPLIT, 1, 1)
 
   if constexpr (BULK) {
     if (thread == 0 && started) {
-      constexpr u32 BYTES = CHUNK * GROUPS * DIM * sizeof(STATE);
 #pragma unroll
       for (int i = 0; i < PASSES / CHUNK; ++i) {
-        const u32 barrier = shared_address(&barriers[i]);
-        barrier_expect(barrier, BYTES);
-        bulk_load(shared_address(tile) + i * BYTES, reinterpret_cast<const u8*>(state) + i * BYTES, BYTES, barrier);
+        const u8* source = reinterpret_cast<const u8*>(state) + i * CHUNK_BYTES;
+        bulk_load(shared_address(tile) + i * CHUNK_BYTES, source, CHUNK_BYTES, shared_address(&barriers[i]));
       }
     }
   }
@@ -407,6 +403,12 @@ __cluster_dims__(SPLIT, 1, 1)
     if (section == V) gain = present<NORM> ? item.other * sigmoid(to_float(item.act)) : 1.0f;
   }
   __syncthreads();
+  if (thread == 0) {  // bytes may arrive before they are expected
+#pragma unroll
+    for (int i = 0; BULK && started && i < PASSES / CHUNK; ++i)
+      barrier_expect(shared_address(&barriers[i]), CHUNK_BYTES);
+    if (SPLIT > 1) barrier_expect(y_barrier, DIM * sizeof(float));
+  }
 
   // Both dots of every row over the decayed state, then the update.
   float q[OWN], k[OWN], decay[OWN];
@@ -477,11 +479,10 @@ __cluster_dims__(SPLIT, 1, 1)
   // y: the threads of section V hold their channel's gain. A CTA that has all 128 values of y knows, too, that every
   // CTA of its cluster has read the history of q and k.
   const int v = thread % SECTION;
-  if constexpr (SPLIT > 1) {
+  if constexpr (SPLIT > 1)
     barrier_wait(y_barrier);
-  } else {
+  else
     __syncthreads();
-  }
   if (team == V % TEAMS && v / 32 * 32 < ROWS) {  // whole warps, for the shuffles
     float y = shared_y[part * ROWS + v % ROWS];
     if constexpr (present<NORM>) {
