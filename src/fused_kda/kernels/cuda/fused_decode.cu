@@ -15,8 +15,7 @@
 // summed in one order, and the mean over V is always one tree over 128 values in shared memory, wherever they were
 // computed. Contraction is off (--fmad=false); every fused multiply-add is written out.
 //
-// NVRTC compiles this file alone: no includes. compile.py defines the macros: the specialisation (HEADS ... INITIAL)
-// and the launch shape (THREADS ... PREFETCH), whose meanings stand in shape.py.
+// NVRTC compiles this file alone, without includes. compile.py defines the specialisation and the launch shape as macros.
 
 using u8 = unsigned char;
 using u16 = unsigned short;
