@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from fused_kda import gates
 from fused_kda.cli import app, doctor, model
+from fused_kda.cli import inspect as inspect_command
 from fused_kda.kernels import reference
 from fused_kda.testing.battery import CHECKS
 
@@ -178,3 +179,42 @@ class TestDoctor:
         monkeypatch.setattr(gates, "TABLE", (replace(row, condition=lambda: "the driver is too old"),))
         found = doctor.gate("reference", cpu)
         assert (found.open, found.reasons, found.opens_with) == (False, ("the driver is too old",), "")
+
+
+class TestInspect:
+    def test_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("cuda.core")
+        from fused_kda.kernels.cuda import inspect
+
+        every = inspect.listed
+        monkeypatch.setattr(inspect, "listed", lambda arch, layouts: every(arch, layouts)[:1])
+        report = run_json("inspect", "--backend", "cuda", "--arch", "sm_80,sm_90a", "--layout", "ds")
+        assert list(report["architectures"]) == ["sm_80", "sm_90a"]
+        for (kernel,) in report["architectures"].values():
+            assert kernel["kernel"].startswith("DS ")
+            assert kernel["registers"] > 0
+            assert kernel["counts"]["LDG"] > 0
+            assert kernel["faults"] == ""
+        text = run("inspect", "--backend", "cuda", "--arch", "sm_80", "--layout", "SD").stdout
+        assert "cuda for sm_80, 1 kernels" in text
+        assert "LDG" in text
+
+    def test_a_kernel_that_spills_ends_with_code_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        kernel = {"kernel": "SD", "registers": 255, "faults": "8 registers spilt"}
+        monkeypatch.setattr(inspect_command, "_read_triton", lambda arch, layouts, jobs: [kernel])
+        result = run("inspect", "--backend", "triton", "--arch", "gfx942")
+        assert result.exit_code == 1
+        assert "gfx942 SD: 8 registers spilt" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--backend", "cuda", "--arch", "gfx942"), "--arch: expected one of sm_80"),
+            (("--backend", "triton", "--arch", "cpu"), "--arch: expected one of sm_80"),
+            (("--backend", "cuda", "--arch", "sm_90", "--layout", "HD"), "--layout: expected SD, DS or both, got 'HD'"),
+        ],
+    )
+    def test_what_cannot_be_compiled_ends_with_code_2(self, arguments: tuple[str, ...], message: str) -> None:
+        result = run("inspect", *arguments)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"fused-kda: {message}")

@@ -1,4 +1,4 @@
-"""The ``fused-kda`` command: generate, eval, check, doctor.
+"""The ``fused-kda`` command: generate, eval, check, doctor, inspect.
 
 Every command prints for a person, or with ``--json`` one JSON document for a program. Exit codes: 0 done, 1 a check
 failed or a figure was below the one asked for, 2 the command line cannot be carried out.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import typer
 
 from .. import gates
-from . import check, doctor, model
+from . import check, doctor, inspect, model
 from .terminal import stop
 
 app = typer.Typer(
@@ -33,3 +33,4 @@ app.command("generate")(model.generate_command)
 app.command("eval")(model.eval_command)
 app.command("check")(check.command)
 app.command("doctor")(doctor.command)
+app.command("inspect")(inspect.command)
