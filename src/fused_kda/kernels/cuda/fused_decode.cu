@@ -15,7 +15,7 @@
 // summed in one order, and the mean over V is always one tree over 128 values in shared memory, wherever they were
 // computed. Contraction is off (--fmad=false); every fused multiply-add is written out.
 //
-// NVRTC compiles this file alone, without includes. compile.py defines the specialisation and the launch shape as macros.
+// NVRTC compiles this file alone, without includes. The macros (specialisation, launch shape) come from compile.py.
 
 using u8 = unsigned char;
 using u16 = unsigned short;
