@@ -51,8 +51,6 @@ def generate_command(
 ) -> None:
     """Solve one word problem, character by character, then print speed, backend and launches per layer."""
     decoder = _load(backend, layout, state_dtype, device, slots=2)
-    if decoder.model.device.type == "cpu":
-        torch.set_num_threads(1)  # one row's work is too small to share: threads would only wait for one another
     first = last = time.perf_counter()
     tokens = 0
     try:
@@ -129,8 +127,11 @@ def eval_command(
 def _load(backend: str, layout: Layout, state_dtype: StateDtype, device: str | None, slots: int) -> Decoder:
     if backend != "auto" and backend not in gates.BACKENDS:
         stop(f"--backend: expected auto or one of {', '.join(gates.BACKENDS)}, got {backend!r}")
+    where = parse_device(device)
+    if where.type == "cpu":
+        torch.set_num_threads(1)  # steps this small are not worth sharing: on busy cores threads wait for one another
     return load_model(
-        device=parse_device(device),
+        device=where,
         backend=backend,
         layout=layout.value,
         state_dtype=_DTYPES[state_dtype],
