@@ -202,6 +202,8 @@ def test_a_backend_from_the_environment_that_cannot_is_blamed_on_it(monkeypatch:
         ("FUSED_KDA_DEBUG", "", "FUSED_KDA_DEBUG: expected 0 or 1, got ''"),
         ("FUSED_KDA_LOG_LEVEL", "LOUD", "FUSED_KDA_LOG_LEVEL: expected DEBUG, INFO, WARNING or ERROR, got 'LOUD'"),
         ("FUSED_KDA_PREFETCH", "2", "FUSED_KDA_PREFETCH: expected 0 or 1, got '2'"),
+        ("FUSED_KDA_VLLM", "on", "FUSED_KDA_VLLM: expected off, fill or replace, got 'on'"),
+        ("FUSED_KDA_SGLANG", "on", "FUSED_KDA_SGLANG: expected 0 or 1, got 'on'"),
     ],
 )
 def test_a_bad_switch_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, text: str) -> None:
@@ -230,12 +232,15 @@ def test_settings_follow_their_switches(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ("FUSED_KDA_LOG_LEVEL", "info"),
         ("FUSED_KDA_PREFETCH", "0"),
         ("FUSED_KDA_CACHE_DIR", str(tmp_path)),
+        ("FUSED_KDA_VLLM", "replace"),
+        ("FUSED_KDA_SGLANG", "1"),
     ):
         monkeypatch.setenv(variable, value)
     gates.settings.cache_clear()
     changed = gates.settings()
     assert (changed.strict, changed.debug, changed.log_level, changed.prefetch) == (True, True, "INFO", False)
-    assert changed.cache_dir == tmp_path
+    assert (changed.cache_dir, changed.vllm, changed.sglang) == (tmp_path, "replace", True)
+    assert (plain.vllm, plain.sglang) == ("fill", False)
 
 
 def test_the_cache_directory_has_a_place_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -64,6 +64,13 @@ SWITCHES: tuple[Switch, ...] = (
         "",
         "where compiled CUDA kernels are kept; unset means `fused-kda` in `XDG_CACHE_HOME` or `~/.cache`",
     ),
+    Switch(
+        "FUSED_KDA_VLLM",
+        "off, fill, replace",
+        "fill",
+        "what the vLLM plug-in does: nothing; run what vLLM's own fused op lacks; run everything",
+    ),
+    Switch("FUSED_KDA_SGLANG", "0, 1", "0", "whether the SGLang plug-in replaces SGLang's fused decode"),
 )
 
 
@@ -80,6 +87,8 @@ class Settings:
     log_level: str | None
     prefetch: bool | None
     cache_dir: Path
+    vllm: str
+    sglang: bool
 
 
 @functools.cache
@@ -96,6 +105,8 @@ def settings() -> Settings:
     level = raw["FUSED_KDA_LOG_LEVEL"].upper()
     if level not in ("", "DEBUG", "INFO", "WARNING", "ERROR"):
         raise ValueError(f"FUSED_KDA_LOG_LEVEL: expected DEBUG, INFO, WARNING or ERROR, got {level!r}")
+    if raw["FUSED_KDA_VLLM"] not in ("off", "fill", "replace"):
+        raise ValueError(f"FUSED_KDA_VLLM: expected off, fill or replace, got {raw['FUSED_KDA_VLLM']!r}")
     return Settings(
         backend=backend,
         strict=_flag("FUSED_KDA_STRICT", raw["FUSED_KDA_STRICT"]),
@@ -105,6 +116,8 @@ def settings() -> Settings:
         if raw["FUSED_KDA_PREFETCH"] == "call"
         else _flag("FUSED_KDA_PREFETCH", raw["FUSED_KDA_PREFETCH"]),
         cache_dir=Path(raw["FUSED_KDA_CACHE_DIR"] or _user_cache() / "fused-kda"),
+        vllm=raw["FUSED_KDA_VLLM"],
+        sglang=_flag("FUSED_KDA_SGLANG", raw["FUSED_KDA_SGLANG"]),
     )
 
 
@@ -155,6 +168,10 @@ class Row:
 
     def reasons(self, problem: DecodeProblem) -> list[str]:
         """Why this row cannot run the problem, in words; empty where it can. The architecture is not asked."""
+        return self.range_reasons(problem) + self.machine_reasons()
+
+    def range_reasons(self, problem: DecodeProblem) -> list[str]:
+        """Why the problem is outside the row's ranges whatever the machine; empty where it is inside."""
         spec = problem.spec
         found = [
             f"{name} {_word(got)} is not in {', '.join(_word(value) for value in allowed)}"
@@ -175,7 +192,7 @@ class Row:
                 f"state slots are aligned to {spec.state_alignment} bytes, not to {self.state_alignment} "
                 "(base address or slot pitch)"
             )
-        return found + self.machine_reasons()
+        return found
 
     def machine_reasons(self) -> list[str]:
         """Why this machine cannot use the row whatever the problem; empty where it can."""
