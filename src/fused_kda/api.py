@@ -281,26 +281,26 @@ def _key(t: Tensors, scalars: tuple[object, ...]) -> tuple[object, ...]:
     """All metadata that the contract, the gates and the kernels look at, as one hashable tuple.
 
     It is built at every call, so it asks each tensor only for what the contract asks of it: a parameter vector for its
-    size and contiguity, not for its shape; every tensor but x for its device's index (whole numbers hash faster).
+    size and contiguity, not for its shape. Types stand beside the scalars, since 0 == 0.0 == False.
     """
     x, weight, bias, conv_state, raw_g, raw_beta, a_log, dt_bias, indices, state, out, gate, norm, initial = t
     return (
-        scalars,
+        scalars, *map(type, scalars),
         torch.is_grad_enabled() and _any_requires_grad(t),
         x.shape, x.stride(), x.dtype, x.device,
-        weight.shape, weight.stride(), weight.dtype, weight.get_device(),
-        conv_state.shape, conv_state.stride(), conv_state.dtype, conv_state.get_device(), conv_state.data_ptr() & 15,
-        raw_g.shape, raw_g.stride(), raw_g.dtype, raw_g.get_device(),
-        raw_beta.shape, raw_beta.stride(), raw_beta.dtype, raw_beta.get_device(),
-        a_log.numel(), a_log.is_contiguous(), a_log.dtype, a_log.get_device(),
-        dt_bias.numel(), dt_bias.is_contiguous(), dt_bias.dtype, dt_bias.get_device(),
-        indices.shape, indices.stride(), indices.dtype, indices.get_device(),
-        state.shape, state.stride(), state.dtype, state.get_device(), state.data_ptr() & 15,
-        None if bias is None else (bias.numel(), bias.is_contiguous(), bias.dtype, bias.get_device()),
-        None if out is None else (out.shape, out.stride(), out.dtype, out.get_device()),
-        None if gate is None else (gate.shape, gate.stride(), gate.dtype, gate.get_device()),
-        None if norm is None else (norm.numel(), norm.is_contiguous(), norm.dtype, norm.get_device()),
-        None if initial is None else (initial.shape, initial.stride(), initial.dtype, initial.get_device()),
+        weight.shape, weight.stride(), weight.dtype, weight.device,
+        conv_state.shape, conv_state.stride(), conv_state.dtype, conv_state.device, conv_state.data_ptr() & 15,
+        raw_g.shape, raw_g.stride(), raw_g.dtype, raw_g.device,
+        raw_beta.shape, raw_beta.stride(), raw_beta.dtype, raw_beta.device,
+        a_log.numel(), a_log.is_contiguous(), a_log.dtype, a_log.device,
+        dt_bias.numel(), dt_bias.is_contiguous(), dt_bias.dtype, dt_bias.device,
+        indices.shape, indices.stride(), indices.dtype, indices.device,
+        state.shape, state.stride(), state.dtype, state.device, state.data_ptr() & 15,
+        None if bias is None else (bias.numel(), bias.is_contiguous(), bias.dtype, bias.device),
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+        None if gate is None else (gate.shape, gate.stride(), gate.dtype, gate.device),
+        None if norm is None else (norm.numel(), norm.is_contiguous(), norm.dtype, norm.device),
+        None if initial is None else (initial.shape, initial.stride(), initial.dtype, initial.device),
     )  # fmt: skip
 
 
