@@ -157,7 +157,8 @@ class LanguageModel(nn.Module):
         hidden = functional.embedding(tokens, self.embedding)
         for block in self._blocks():
             hidden = block(hidden)
-        return self._logits(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self._logits(hidden)
 
     @torch.inference_mode()
     def prefill(
@@ -232,8 +233,7 @@ class LanguageModel(nn.Module):
         return list(self.blocks)  # type: ignore[arg-type]
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return functional.linear(self.norm(hidden), self.embedding)
+        return functional.linear(self.norm(hidden), self.embedding)
 
 
 def save_model(model: LanguageModel, path: Path, notes: dict[str, str] | None = None) -> None:
