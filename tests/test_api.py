@@ -144,13 +144,17 @@ def test_other_metadata_is_another_plan(monkeypatch: pytest.MonkeyPatch, change:
         assert backend.prepared[1] != plain
 
 
-def test_a_pool_at_another_alignment_is_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["state", "conv_state"])
+def test_a_pool_at_another_alignment_is_another_plan(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     backend = fake_backend.install(monkeypatch)
-    call = draw(Draw(head_dim=8, guard=0))
-    moved = torch.zeros(call.arguments["state"].numel() + 1)[1:].view(call.arguments["state"].shape)
+    call = draw(Draw(head_dim=8, guard=0, layout="DS"))
+    pool = call.arguments[name]
+    moved = torch.zeros(pool.numel() + 1, dtype=pool.dtype)[1:].view(pool.shape)
     call.run("auto")
-    call.run("auto", state=moved)
-    assert [problem.spec.state_alignment for problem in backend.prepared] == [16, 4]
+    call.run("auto", **{name: moved})
+    specs = [problem.spec for problem in backend.prepared]
+    found = [spec.state_alignment if name == "state" else spec.conv_alignment for spec in specs]
+    assert found == [16, pool.itemsize]
 
 
 def test_a_refused_call_leaves_no_plan_behind() -> None:

@@ -88,7 +88,7 @@ def draws(pick: st.DrawFn) -> Draw:
     )
 
 
-@settings(max_examples=250)
+@settings(max_examples=400)
 @given(draws())
 def test_any_small_call_agrees_with_the_oracle(wanted: Draw) -> None:
     agree(draw(wanted))
@@ -115,6 +115,13 @@ def test_scale_and_eps_are_applied() -> None:
     without_norm = draw(Draw(head_dim=8, norm_dtype=None))
     without_norm.arguments["scale"] = 2.0
     agree(without_norm)
+
+
+def test_the_eps_of_q_and_k_is_added_to_their_sum_of_squares() -> None:
+    """Seen only where q and k are small: here their squares sum to about the eps."""
+    call = draw(Draw(head_dim=16, norm_dtype=None))
+    call.arguments["weight"] *= 1e-3
+    agree(call)
 
 
 @pytest.mark.parametrize("form", ["[1,B,H,D]", "[B,H,D]", "[B,P]"])
