@@ -172,7 +172,8 @@ def main() -> None:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     prompts = tuple(tuple(encode(question + END)) for question in options.question)
     dtype = getattr(torch, options.dtype)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # one import of torch for all workers
+    context.set_forkserver_preload(["fused_kda.nn.generation", "fused_kda.transfer"])
 
     with tempfile.TemporaryDirectory() as folder:
 

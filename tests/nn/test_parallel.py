@@ -54,7 +54,8 @@ def test_two_ranks_give_the_answers_of_one(tmp_path: Path) -> None:
     save_model(LanguageModel(K3), tmp_path / "k3")
     save_model(LanguageModel(LINEAR), tmp_path / "linear")
     cases = [("k3", torch.float32), ("linear", torch.float32), ("k3", torch.bfloat16)]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # one import of torch for both
+    context.set_forkserver_preload(["fused_kda.nn.language_model"])
     answers = context.Queue()
     ranks = [context.Process(target=rank_main, args=(rank, tmp_path, cases, answers)) for rank in range(2)]
     for process in ranks:

@@ -43,6 +43,7 @@ def make_agent() -> Iterator[MakeAgent]:
         state_dtype: torch.dtype = torch.float32,
         page_shared: bool = True,
         name: str | None = None,
+        device: str = "cpu",
         **times: float,
     ) -> TransferAgent:
         pool = StatePool(
@@ -54,6 +55,7 @@ def make_agent() -> Iterator[MakeAgent]:
             page_shared=page_shared,
             conv_dtype=conv_dtype,
             state_dtype=state_dtype,
+            device=device,
         )
         agent = TransferAgent(name or f"agent{next(numbers)}", pool, Shard(heads, DIM, size, rank), **times)
         agents.append(agent)
@@ -102,6 +104,7 @@ def collect(agent: TransferAgent, seconds: float = 5.0) -> list[bool]:
     return []
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("kind", "source_size", "target_size", "page_shared"),
     [
@@ -114,16 +117,18 @@ def collect(agent: TransferAgent, seconds: float = 5.0) -> list[bool]:
     ],
 )
 def test_slots_arrive_whole(
-    make_agent: MakeAgent, kind: LayoutKind, source_size: int, target_size: int, page_shared: bool
+    make_agent: MakeAgent, kind: LayoutKind, source_size: int, target_size: int, page_shared: bool, device: str
 ) -> None:
-    sources = [make_agent(kind, source_size, rank, page_shared=page_shared) for rank in range(source_size)]
+    sources = [
+        make_agent(kind, source_size, rank, page_shared=page_shared, device=device) for rank in range(source_size)
+    ]
     offers = {}
     for source in sources:
         slots = source.pool.allocate(2)
         fill(source.pool, source.layout.shard, slots)
         offers[source.name] = source.offer(slots, readers=max(1, target_size // source_size))
     for rank in range(target_size):
-        target = make_agent(kind, target_size, rank, page_shared=not page_shared)
+        target = make_agent(kind, target_size, rank, page_shared=not page_shared, device=device)
         target.pool.allocate()  # so that slots differ on the two sides
         shard = target.layout.shard
         mine = [sources[number] for number in source_ranks(source_size, shard)]
@@ -136,7 +141,7 @@ def test_slots_arrive_whole(
         assert torch.equal(checksums(target.pool, arrived), checksums(expected, [1, 2]))
         for index in range(LAYERS):
             for got, wanted in zip(target.pool.layer(index)[:2], expected.layer(index)[:2], strict=True):
-                assert torch.equal(got[arrived], wanted[1:])
+                assert torch.equal(got[arrived].cpu(), wanted[1:])
         total = 2 * LAYERS * shard.local_heads * (3 * DIM * 3 * 2 + DIM * DIM * 4)
         assert seen[-1] == (total, total)
     for source in sources:
@@ -215,8 +220,9 @@ def test_a_slot_withdrawn_and_reused_in_mid_transfer(make_agent: MakeAgent, monk
     assert nothing_is_left(target)
 
 
-def test_a_slot_that_its_owner_changed_while_it_was_offered(make_agent: MakeAgent) -> None:
-    source, target = make_agent(), make_agent()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_slot_that_its_owner_changed_while_it_was_offered(make_agent: MakeAgent, device: str) -> None:
+    source, target = make_agent(device=device), make_agent(device=device)
     offered = offer(source, target, 2)
     source.pool.layer(1).state[offered.slots[1], 2, 5, 6] += 1.0
     with pytest.raises(TransferError, match=r"slot 2 of agent0, layer 1, head 2: the checksum differs \(1 of 24"):
