@@ -13,7 +13,7 @@ from rich.table import Table
 
 from .. import gates
 from ..testing.battery import CHECKS, Outcome, Subject, default_size, run_check
-from .terminal import FAILED, console, errors, parse_backends, parse_device, print_json, stop
+from .terminal import FAILED, console, errors, parse_backends, parse_device, print_json, small_work, stop
 
 _STYLES = {"pass": "green", "fail": "bold red", "not run": "yellow"}
 
@@ -28,6 +28,7 @@ def command(
     """Run the correctness battery of the op's backends and print backend by check: pass, fail or not run."""
     names = parse_backends(backend)
     where = parse_device(device)
+    small_work(where)
     outcomes: list[Outcome] = []
     with Progress(console=errors, transient=True) as progress:
         bar = progress.add_task("check", total=len(names) * len(CHECKS))

@@ -14,7 +14,7 @@ from .. import gates
 from ..nn.generation import MAX_CHARACTERS, Decoder, evaluate, exact_match, load_model
 from ..nn.generation import generate as stream_answer
 from ..nn.word_problems import generate_problems
-from .terminal import FAILED, console, errors, parse_device, print_json, stop
+from .terminal import FAILED, console, errors, parse_device, print_json, small_work, stop
 
 
 class Layout(str, Enum):
@@ -128,8 +128,7 @@ def _load(backend: str, layout: Layout, state_dtype: StateDtype, device: str | N
     if backend != "auto" and backend not in gates.BACKENDS:
         stop(f"--backend: expected auto or one of {', '.join(gates.BACKENDS)}, got {backend!r}")
     where = parse_device(device)
-    if where.type == "cpu":
-        torch.set_num_threads(1)  # steps this small are not worth sharing: on busy cores threads wait for one another
+    small_work(where)
     return load_model(
         device=where,
         backend=backend,

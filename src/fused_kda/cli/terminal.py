@@ -47,6 +47,12 @@ def parse_device(text: str | None) -> torch.device:
     return torch.device("cuda", number)
 
 
+def small_work(device: torch.device) -> None:
+    """Settle for one CPU thread: tensors this small are not worth sharing, and on busy cores threads only wait."""
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+
+
 def parse_backends(text: str) -> tuple[str, ...]:
     """The backends that ``--backend`` lists by comma, or every one of them for ``all``."""
     if text == "all":
