@@ -106,7 +106,7 @@ def join(pieces: Ranges) -> Ranges:
     pieces = pieces[np.argsort(pieces[:, 1], kind="stable")]
     touch = pieces[1:, :2] == pieces[:-1, :2] + pieces[:-1, 2:]
     starts = np.concatenate(([0], np.flatnonzero(~touch.all(1)) + 1))
-    joined = pieces[starts]
+    joined: Ranges = pieces[starts]
     joined[:, 2] = np.add.reduceat(pieces[:, 2], starts)
     return joined
 
