@@ -165,7 +165,11 @@ def _print(report: dict[str, Any]) -> None:
         chosen = report["auto"][one["device"]]
         console.print(f'On {one["device"]}, backend="auto" takes {chosen or "nothing: no gate is open"}.', markup=False)
     if len(report["devices"]) == 1:
-        console.print("This machine has no GPU: the op runs, for tests and small models, at a CPU's speed.")
+        console.print(
+            "This machine has no GPU: the op runs at a CPU's speed, for tests and small models. "
+            "`fused-kda inspect` compiles the kernels for a GPU that is not here.",
+            soft_wrap=True,
+        )
     for one in report["caches"]:
         size = f"{one['files']} files, {one['bytes'] / 2**20:.1f} MiB" if one["files"] else "empty"
         text = f"compiled kernels of {one['backends']}: {one['directory']} ({size})"
