@@ -340,6 +340,25 @@ def test_a_sound_call_becomes_its_problem() -> None:
     assert hash(found) == hash(call.problem)
 
 
+def test_strides_of_rows_are_those_between_rows() -> None:
+    """Whatever the form: the leading 1 of [1, B, ...] and the trailing 1 of [B, 1] do not count."""
+    call = draw(Draw(head_dim=8))
+    table = torch.ones(3, 7, dtype=torch.int64)
+    wide = torch.zeros(1, 3, 40, dtype=BF16)
+    call.arguments.update(
+        state_indices=table[:, 2:3],
+        raw_g=wide[..., :16].view(1, 3, 2, 8),
+        raw_beta=wide[..., 17:19],
+        output_gate=wide[0, :, 20:36],
+        out=torch.zeros(3, 24, dtype=BF16)[:, 8:],
+        has_initial_state=torch.ones(3, 5, dtype=torch.bool)[:, 0],
+    )
+    found = call.problem
+    assert (found.index_stride, found.g_row, found.beta_row, found.gate_row) == (7, 40, 40, 40)
+    assert (found.out_row, found.initial_stride) == (24, 5)
+    assert found.spec.index_dtype == torch.int64
+
+
 @pytest.mark.parametrize(
     ("form", "strides"), [("planes", (64, 16, 1)), ("checkpoint", (64, 1, 4)), ("checkpoint_3d", (64, 1, 4))]
 )
