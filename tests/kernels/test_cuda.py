@@ -293,6 +293,7 @@ def test_slots_on_both_sides_of_two_to_the_31(device: torch.device, arch: str, l
 
 def test_more_tiles_than_a_grid_dimension_of_65535(device: torch.device, arch: str) -> None:
     whole = make_layers(Cell(1, 66000), device)[0]
+    whole.arguments["raw_beta"] = whole.arguments["raw_beta"][0]
     snapshot = whole.clone()
     whole.run("cuda")
     rows = [0, 1, 65534, 65535, 65536, 65999]

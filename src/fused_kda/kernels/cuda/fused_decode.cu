@@ -41,6 +41,7 @@ constexpr int TEAMS = THREADS / SECTION;  // sections prepared at once
 constexpr int ITEMS = 4 / TEAMS;          // sections per thread
 constexpr bool WIDE_STATE = sizeof(STATE) == 4;
 constexpr int VECTORS = OWN * sizeof(STATE) / 16;  // 16-byte pieces of a row in one lane
+constexpr bool STAGED = BULK || SPLIT == 1;        // the new window goes through shared memory, for wide stores
 constexpr bool DENSE_WINDOW = CONV_CHANNEL == 1 || CONV_CHANNEL == TAPS;
 constexpr u32 CHUNK_BYTES = CHUNK * GROUPS * DIM * sizeof(STATE);
 constexpr float QK_EPS = 1e-6f;
@@ -215,21 +216,6 @@ DEVICE void load_own(float (&value)[OWN], const float* shared, int lane) {
   }
 }
 
-// ---- The history of one channel. DS has its three taps side by side: a word and a half, whichever is at an even
-// element.
-
-DEVICE void load_taps(bf16 (&tap)[TAPS], const bf16* first, bool odd, bool started) {
-  if constexpr (CONV_TAP == 1 && CONV_ALIGNED) {
-    const u32 word = started ? *reinterpret_cast<const u32*>(first + (odd ? 1 : 0)) : 0;
-    const bf16 half = started ? first[odd ? 0 : 2] : bf16{0};
-    const bf16 low{u16(word)}, high{u16(word >> 16)};
-    tap[0] = odd ? half : low, tap[1] = odd ? low : high, tap[2] = odd ? high : half;
-  } else {
-#pragma unroll
-    for (int t = 0; t < TAPS; ++t) tap[t] = started ? first[t * i64(CONV_TAP)] : bf16{0};
-  }
-}
-
 // ---- The conv window of one section: `count` channels staged in shared memory in the pool's own order, then copied.
 
 DEVICE int staged(int channel, int tap, int count) {
@@ -252,10 +238,14 @@ DEVICE void store_window(bf16* pool, const bf16* stage, int count) {  // pool: t
   }
 }
 
-// What one thread holds of one channel of one section between the loads and their use.
+// What one thread loads of one channel of one section, as it lies in memory: a conversion before the wait would make
+// the wait itself wait for the load, and with it the next kernel's start.
 struct Item {
-  float weight[WIDTH], bias, other;  // other: dt_bias (DECAY), norm weight (V)
-  bf16 tap[TAPS], x, act;            // act: raw_g (DECAY), output gate (V)
+  WEIGHT weight[WIDTH];
+  BIAS bias;
+  NORM norm;               // section V
+  float dt_bias;           // section DECAY
+  bf16 tap[TAPS], x, act;  // act: raw_g (DECAY), output gate (V)
 };
 
 // Grid: B * HEADS * SPLIT CTAs, one-dimensional; the SPLIT CTAs of a (row, head) are one cluster.
@@ -310,31 +300,6 @@ __cluster_dims__(SPLIT, 1, 1)
     }
   }
 
-  // Loads that do not depend on the previous kernel (if PREFETCH says so), then those that do.
-  Item items[ITEMS];
-  const int team = TEAMS == 1 ? 0 : thread / SECTION;
-#pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    Item& item = items[i];
-    const int section = team + i * TEAMS;
-    const int local = thread % SECTION, channel = section == V ? part * ROWS + local % ROWS : local;
-    item.bias = item.other = 0.0f;
-    if (section != DECAY) {
-      const WEIGHT* weight = p.weight + section * i64(W_PLANE) + (head * DIM + channel) * i64(W_CHANNEL);
-#pragma unroll
-      for (int t = 0; t < WIDTH; ++t) item.weight[t] = to_float(weight[t * i64(W_TAP)]);
-      if constexpr (present<BIAS>) item.bias = to_float(p.bias[section * INNER + head * DIM + channel]);
-      const bf16* taps = conv + (section * INNER + channel) * CONV_CHANNEL;
-      load_taps(item.tap, taps, (channel * CONV_CHANNEL) % 2, started);
-    } else {
-      item.other = p.dt_bias[head * DIM + channel];
-    }
-    if constexpr (present<NORM>) {
-      if (section == V) item.other = to_float(p.norm[channel]);
-    }
-  }
-  const float a = expf(p.a_log[head]);
-
   uint4 held[BULK ? 1 : PASSES][VECTORS];
   const auto load_state = [&] {
     if constexpr (!BULK) {
@@ -349,6 +314,30 @@ __cluster_dims__(SPLIT, 1, 1)
       }
     }
   };
+  Item items[ITEMS];
+  const int team = TEAMS == 1 ? 0 : thread / SECTION;
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i) {
+    Item& item = items[i];
+    const int section = team + i * TEAMS;
+    const int local = thread % SECTION, channel = section == V ? part * ROWS + local % ROWS : local;
+    if (section != DECAY) {
+      const WEIGHT* weight = p.weight + section * i64(W_PLANE) + (head * DIM + channel) * i64(W_CHANNEL);
+#pragma unroll
+      for (int t = 0; t < WIDTH; ++t) item.weight[t] = weight[t * i64(W_TAP)];
+      if constexpr (present<BIAS>) item.bias = p.bias[section * INNER + head * DIM + channel];
+      const bf16* taps = conv + (section * INNER + channel) * CONV_CHANNEL;
+#pragma unroll
+      for (int t = 0; t < TAPS; ++t) item.tap[t] = started ? taps[t * i64(CONV_TAP)] : bf16{0};
+    } else {
+      item.dt_bias = p.dt_bias[head * DIM + channel];
+    }
+    if constexpr (present<NORM>) {
+      if (section == V) item.norm = p.norm[channel];
+    }
+  }
+  const float a_log = p.a_log[head];
+
   if constexpr (PREFETCH) {
     load_state();
     wait_for_previous_kernel();
@@ -382,24 +371,24 @@ __cluster_dims__(SPLIT, 1, 1)
     Item& item = items[i];
     const int section = team + i * TEAMS, local = thread % SECTION;
     if (section == DECAY) {
-      const float z = to_float(item.act) + item.other;
+      const float a = expf(a_log), z = to_float(item.act) + item.dt_bias;
       shared_decay[local] = expf(BOUNDED ? p.lower_bound * sigmoid(a * z) : -a * softplus(z));
       continue;
     }
-    float sum = item.bias;
+    float sum = to_float(item.bias);
 #pragma unroll
-    for (int t = 0; t < TAPS; ++t) sum = fmaf(item.weight[t], to_float(item.tap[t]), sum);
-    sum = fmaf(item.weight[TAPS], to_float(item.x), sum);
+    for (int t = 0; t < TAPS; ++t) sum = fmaf(to_float(item.weight[t]), to_float(item.tap[t]), sum);
+    sum = fmaf(to_float(item.weight[TAPS]), to_float(item.x), sum);
     sum *= sigmoid(sum);
     const int count = section == V ? ROWS : DIM;
     if (local < count) {
       (section == Q ? shared_q : section == K ? shared_k : shared_v)[local] = sum;
       bf16* stage = window + section * TAPS * DIM;
-      stage[staged(local, 0, count)] = item.tap[1];
-      stage[staged(local, 1, count)] = item.tap[2];
-      stage[staged(local, 2, count)] = item.x;
+      const bf16 taps[TAPS] = {item.tap[1], item.tap[2], item.x};
+#pragma unroll
+      for (int t = 0; STAGED && t < TAPS; ++t) stage[staged(local, t, count)] = taps[t];
     }
-    if (section == V) gain = present<NORM> ? item.other * sigmoid(to_float(item.act)) : 1.0f;
+    if (section == V) gain = present<NORM> ? to_float(item.norm) * sigmoid(to_float(item.act)) : 1.0f;
   }
   __syncthreads();
   if (thread == 0) {  // bytes may arrive before they are expected
@@ -493,7 +482,18 @@ __cluster_dims__(SPLIT, 1, 1)
     }
     if (v < ROWS) p.out[row * p.out_row + head * DIM + part * ROWS + v] = to_bf16(y);
   }
-  if (part == 0) store_window(conv + Q * INNER * CONV_CHANNEL, window, DIM);
-  if (part == SPLIT - 1) store_window(conv + K * INNER * CONV_CHANNEL, window + TAPS * DIM, DIM);
-  store_window(conv + (V * INNER + part * ROWS) * CONV_CHANNEL, window + 2 * TAPS * DIM, ROWS);
+  if constexpr (STAGED) {
+    if (part == 0) store_window(conv + Q * INNER * CONV_CHANNEL, window, DIM);
+    if (part == SPLIT - 1) store_window(conv + K * INNER * CONV_CHANNEL, window + TAPS * DIM, DIM);
+    store_window(conv + (V * INNER + part * ROWS) * CONV_CHANNEL, window + 2 * TAPS * DIM, ROWS);
+  } else {
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int section = team + i * TEAMS, local = thread % SECTION;
+      const bool mine = section == V ? local < ROWS : section != DECAY && part == (section == Q ? 0 : SPLIT - 1);
+      if (!mine) continue;
+      bf16* pool = conv + (section * INNER + (section == V ? part * ROWS : 0) + local) * CONV_CHANNEL;
+      pool[0] = items[i].tap[1], pool[CONV_TAP] = items[i].tap[2], pool[2 * i64(CONV_TAP)] = items[i].x;
+    }
+  }
 }

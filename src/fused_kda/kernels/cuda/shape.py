@@ -40,7 +40,7 @@ class Shape:
 REGISTERS = Shape(threads=256, min_ctas=2)
 #: A cluster per tile, the state in registers: the least latency, for grids that leave SMs idle.
 EIGHTHS = Shape(threads=128, split=8, chunk=2)
-QUARTERS = Shape(threads=128, split=4, chunk=4)
+QUARTERS = Shape(threads=128, split=4, chunk=4, min_ctas=5)
 #: Through the copy engine: loads hold no registers and small loads do not queue behind them, for grids of many waves.
 HALVES = Shape(threads=128, split=2, bulk=True, chunk=2, min_ctas=6)
 WHOLE = Shape(threads=128, bulk=True, chunk=2, min_ctas=3)
