@@ -153,15 +153,18 @@ def _unit(values: Sequence[Real]) -> list[Real]:
     return [value * factor for value in values]
 
 
+def _open(x: float) -> float:
+    shrunk = math.exp(-abs(x))
+    return (1.0 if x >= 0 else shrunk) / (1.0 + shrunk)
+
+
 def _sigmoid(x: Real) -> Real:
-    value = 1.0 / (1.0 + math.exp(-x.value))
+    value = _open(x.value)
     return Real(value, value * (1.0 - value) * x.error + (FUNCTION + 2.0) * value)
 
 
 def _log_decay(a: Real, z: Real, lower_bound: float | None) -> Real:
     if lower_bound is not None:
         return Real(lower_bound) * _sigmoid(a * z)
-    grown = math.exp(-abs(z.value))
-    slope = 1.0 / (1.0 + math.exp(-z.value))
-    value = max(z.value, 0.0) + math.log1p(grown)
-    return Real(-1.0) * a * Real(value, slope * z.error + (2.0 * FUNCTION + 1.0) * value)
+    value = max(z.value, 0.0) + math.log1p(math.exp(-abs(z.value)))
+    return Real(-1.0) * a * Real(value, _open(z.value) * z.error + (2.0 * FUNCTION + 1.0) * value)

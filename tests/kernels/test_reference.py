@@ -124,6 +124,18 @@ def test_the_eps_of_q_and_k_is_added_to_their_sum_of_squares() -> None:
     agree(call)
 
 
+@pytest.mark.parametrize("a_log", [3.0, 0.0, -5.0])
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_gates_at_their_ends(lower_bound: float | None, a_log: float) -> None:
+    """z from -120 to 120, where exp overflows in fp32, and output gates of +-30."""
+    call = draw(Draw(head_dim=16, lower_bound=lower_bound))
+    call.arguments["raw_g"].copy_(torch.linspace(-120.0, 120.0, 96).view(1, 3, 2, 16))
+    call.arguments["dt_bias"].zero_()
+    call.arguments["A_log"].fill_(a_log)
+    call.arguments["output_gate"].copy_(torch.linspace(-30.0, 30.0, 96).view(3, 2, 16))
+    agree(call)
+
+
 @pytest.mark.parametrize("form", ["[1,B,H,D]", "[B,H,D]", "[B,P]"])
 def test_every_row_form_gives_the_same_bits(form: str) -> None:
     plain = draw(Draw(head_dim=8, null_rows=(1,)))
