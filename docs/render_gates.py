@@ -48,7 +48,8 @@ print(
 
 Where `auto` passes over a faster backend that has rows for the device's architecture, the first such call warns once
 (`FallbackWarning`), naming the closed gates and why; in strict mode it raises instead. `stats()` counts calls by
-backend and reason.
+backend and reason. `warmup(...)`, with the arguments of a call, chooses and compiles ahead of the first step or of a
+graph capture.
 
 ## Support
 

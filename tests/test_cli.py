@@ -173,7 +173,7 @@ class TestDoctor:
 
         monkeypatch.setattr(gates, "TABLE", (replace(row, modules=("triton.absent", "torch")),))
         found = doctor.gate("reference", cpu)
-        assert found.reasons == ("module triton.absent is not installed",)
+        assert found.reasons == ("module triton.absent is not installed (pip install 'fused-kda[triton]')",)
         assert found.opens_with == "pip install 'fused-kda[triton]'"
 
         monkeypatch.setattr(gates, "TABLE", (replace(row, condition=lambda: "the driver is too old"),))

@@ -31,7 +31,10 @@ def test_the_table_is_whole() -> None:
     assert {row.backend for row in gates.TABLE} == set(gates.BACKENDS)
     assert len(set(gates.BACKENDS)) == len(gates.BACKENDS)
     assert gates.BACKENDS[-1] == "reference"
+    extras = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    assert set(gates.EXTRAS) <= set(re.findall(r"^(\w+) = \[", extras, re.MULTILINE))
     for row in gates.TABLE:
+        assert {module.split(".")[0] for module in row.modules} <= set(gates.EXTRAS)
         assert row.archs
         assert row.launches == 0 if row.backend == "reference" else row.launches >= 1
         assert importlib.util.find_spec(f"fused_kda.kernels.{row.backend}") is not None
@@ -62,6 +65,7 @@ def test_the_reference_admits_whatever_the_contract_does() -> None:
         ({"state_alignment": 16}, "state slots are aligned to 4 bytes, not to 16 (base address or slot pitch)"),
         ({"modules": ("no_such_module",)}, "module no_such_module is not installed"),
         ({"modules": ("no.such.module",)}, "module no.such.module is not installed"),
+        ({"modules": ("cuda.absent",)}, "module cuda.absent is not installed (pip install 'fused-kda[cuda]')"),
         ({"condition": lambda: "the driver is too old"}, "the driver is too old"),
         ({"archs": ("sm_90", "gfx942")}, "architecture cpu is not in gfx942, sm_90"),
     ],

@@ -196,7 +196,7 @@ class Row:
 
     def machine_reasons(self) -> list[str]:
         """Why this machine cannot use the row whatever the problem; empty where it can."""
-        found = [f"module {name} is not installed" for name in self.modules if not _importable(name)]
+        found = [_missing(name) for name in self.modules if not _importable(name)]
         if not found and self.condition is not None:
             reason = self.condition()
             found += [reason] if reason else []
@@ -223,6 +223,9 @@ def _interpreter_off() -> str | None:
 
 _TRITON_NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 _TRITON_AMD = ("gfx942", "gfx950")
+
+#: Optional dependencies of the package that bring what backends need, named like the module they bring.
+EXTRAS: tuple[str, ...] = ("cuda", "triton")
 
 #: Backends from fastest to slowest: the order in which ``auto`` asks them.
 BACKENDS: tuple[str, ...] = ("cuda", "triton", "chain", "reference")
@@ -380,6 +383,12 @@ def select(problem: DecodeProblem, backend: str = "auto") -> Selection:
     raise NotImplementedError(
         f"backend: expected one that can run this problem (none can), got auto: {'; '.join(map(str, verdicts))}"
     )
+
+
+def _missing(module: str) -> str:
+    extra = module.split(".")[0]
+    remedy = f" (pip install 'fused-kda[{extra}]')" if extra in EXTRAS else ""
+    return f"module {module} is not installed{remedy}"
 
 
 @functools.cache
