@@ -40,31 +40,24 @@ CELLS = ((12, 1), (12, 2), (12, 4), (12, 8), (12, 16), (12, 32), (12, 64), (12, 
 def triton_shapes(itemsize: int) -> list[Shape]:
     """Candidates for D = 128. The state needs 128 registers a thread in fp32 at 4 warps, half of it in bf16."""
     lane = 256 // itemsize
-    shapes = [
-        Shape(4, 16, lane, 4),
-        Shape(4, 16, lane, 2, registers=128),
-        Shape(4, 16, lane, 3, registers=128),
-        Shape(4, 16, lane, 4, registers=128),
-        Shape(4, 16, lane, 8),
-        Shape(4, 16, lane, 4, state_first=True),
-        Shape(4, 16, lane, 6, state_first=True),
-        Shape(4, 16, lane, 8, state_first=True),
-        Shape(4, 8, lane, 4, registers=128),
-        Shape(4, 8, lane, 8, registers=128),
-        Shape(4, 32, lane, 1),
-        Shape(4, 32, lane, 2),
-        Shape(4, 32, lane, 2, registers=128),
-        Shape(4, 32, lane, 4, state_first=True),
-        Shape(4, 16, lane // 2, 4),
-        Shape(4, 16, lane // 2, 8, state_first=True),
-        Shape(4, 16, lane * 2, 4),
-        Shape(8, 16, lane, 4),
-        Shape(8, 32, lane, 4, registers=128),
-        Shape(8, 32, lane, 4, state_first=True),
-        Shape(2, 16, lane, 2),
-        Shape(2, 8, lane, 4),
+    return [
+        Shape(4, lane, 4),
+        Shape(4, lane, 3, registers=128),
+        Shape(4, lane, 4, registers=128),
+        Shape(4, lane, 8),
+        Shape(4, lane, 4, state_first=True),
+        Shape(4, lane, 6, state_first=True),
+        Shape(4, lane, 8, state_first=True),
+        Shape(4, lane // 2, 4),
+        Shape(4, lane // 2, 8),
+        Shape(4, lane // 2, 6, state_first=True),
+        Shape(4, lane // 2, 8, state_first=True),
+        Shape(4, lane // 4, 8, state_first=True),
+        Shape(4, lane, 2, block_v=32),
+        Shape(4, lane, 4, block_v=32, state_first=True),
+        Shape(8, lane, 4),
+        Shape(2, lane, 2),
     ]
-    return [shape for shape in shapes if shape.lane_k <= 128]
 
 
 def chain_shapes() -> list[ChainShape]:

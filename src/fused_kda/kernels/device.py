@@ -121,15 +121,41 @@ def over_tile(values, D: tl.constexpr, LANE_K: tl.constexpr):
 
 
 @triton.jit
+def sum_over_k(tile, VECTOR: tl.constexpr):
+    """``[rows]`` sums of a tile ``[rows, D / LANE_K, LANE_K]``, in an order that does not depend on LANE_K.
+
+    First the VECTOR neighbours that one thread holds; then halves of what is left: in registers as long as there are
+    several pieces, then between lanes, where exchanging halves is the compiler's own order.
+    """
+    ROWS: tl.constexpr = tile.shape[0]
+    PIECES: tl.constexpr = tile.shape[1]
+    LANES: tl.constexpr = tile.shape[2] // VECTOR
+    sums = tl.sum(tl.reshape(tile, (ROWS, PIECES, LANES, VECTOR)), axis=3)
+    return tl.sum(add_halves(sums, ROWS, PIECES, LANES), axis=1)
+
+
+@triton.jit
+def add_halves(sums, ROWS: tl.constexpr, PIECES: tl.constexpr, LANES: tl.constexpr):
+    """``[ROWS, LANES]`` sums over the pieces of ``[ROWS, PIECES, LANES]``, halves added until one piece is left."""
+    if PIECES == 1:
+        result = tl.reshape(sums, (ROWS, LANES))
+    else:
+        half = tl.sum(tl.reshape(sums, (ROWS, 2, PIECES // 2, LANES)), axis=1)
+        result = add_halves(half, ROWS, PIECES // 2, LANES)
+    return result
+
+
+@triton.jit
 def advance_tile(tile, decay, k, q, v, q_norm, k_norm, kq, beta):
     """One tile of value rows through the delta rule: ``(o [rows], new state tile)``.
 
     With S the decayed state, one pass over it gives both of a row's sums, on q and k not yet normalised:
     ``u = S k``, ``o = S q + d (k . q)``, ``d = (v - u) beta``, ``S += d k^T``.
     """
+    VECTOR: tl.constexpr = 128 // tile.dtype.primitive_bitwidth
     decayed = tile.to(tl.float32) * decay
-    u = tl.sum(tl.sum(decayed * k, axis=1), axis=1) * k_norm
-    r = tl.sum(tl.sum(decayed * q, axis=1), axis=1) * q_norm
+    u = sum_over_k(decayed * k, VECTOR) * k_norm
+    r = sum_over_k(decayed * q, VECTOR) * q_norm
     d = (v - u) * beta
     o = tl.fma(d, tl.broadcast_to(kq, d.shape), r)
     step = tl.broadcast_to((d * k_norm)[:, None, None], decayed.shape)

@@ -23,8 +23,8 @@ class Shape:
         vector_warps: warps of a program of the other two kernels, which works on D elements.
     """
 
-    block_v: int = 32
-    warps: int = 4
+    block_v: int = 16
+    warps: int = 2
     vector_warps: int = 1
 
 

@@ -1,15 +1,20 @@
 """Static figures of the decode kernel: compiled for a named architecture, on any machine, read off the binary.
 
-The figures that must not get worse are kept per architecture in a committed lock file; :func:`differences` compares.
-A kernel that starts to spill, to use scratch memory or to lose its 16-byte accesses is seen without the hardware.
+    python -m fused_kda.kernels.triton.inspect --arch gfx942     print the table
+    python -m fused_kda.kernels.triton.inspect --check | --write compare with, or renew, the lock files
+
+A lock file per architecture holds the figures, so a kernel that starts to spill, to use scratch memory or to lose its
+16-byte accesses is seen without the hardware. Locks hold for one version of Triton.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,6 +35,9 @@ from .shape import choose
 
 #: LDS of one gfx9 compute unit that one program may use, bytes.
 LDS_BYTES = 64 * 1024
+LOCKS = Path("locks/triton")
+#: Architectures with a lock file. sm_86 and sm_103 run what sm_80 and sm_100 were proved for.
+ARCHS = ("gfx942", "gfx950", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 #: Heads of the static matrix: Kimi-K3 at TP32, TP8, TP4 and TP1.
 HEADS = (3, 12, 24, 96)
 
@@ -234,25 +242,59 @@ def _only(found: Sequence[str], name: str) -> str:
     return found[0]
 
 
-def write_lock(path: Path, rows: Mapping[str, Figures]) -> None:
-    """Write figures as a lock file: JSON, one case a line, with the Triton version that made them."""
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(asdict(row))}" for name, row in sorted(rows.items()))
+def write_lock(arch: str, rows: Mapping[str, Figures], directory: Path) -> Path:
+    """Write one architecture's lock file, a case a line, and return its path."""
+    path = directory / f"{arch}.json"
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(asdict(row))}" for name, row in rows.items())
+    directory.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"triton": "{triton.__version__}", "cases": {{\n{lines}\n}}}}\n')
+    return path
 
 
-def read_lock(path: Path) -> tuple[str, dict[str, Figures]]:
-    """The Triton version of a lock file, and its figures."""
-    content: dict[str, Any] = json.loads(path.read_text())
+def read_lock(arch: str, directory: Path) -> tuple[str, dict[str, Figures]]:
+    """An architecture's lock: the Triton version that it holds for, and its figures by case."""
+    content: dict[str, Any] = json.loads((directory / f"{arch}.json").read_text())
     return content["triton"], {name: Figures(**row) for name, row in content["cases"].items()}
 
 
 def differences(locked: Mapping[str, Figures], now: Mapping[str, Figures]) -> list[str]:
     """What differs between a lock and the present, one line each; empty where all is as locked."""
-    lines = [f"{name}: not in the lock" for name in sorted(now.keys() - locked.keys())]
-    lines += [f"{name}: in the lock alone" for name in sorted(locked.keys() - now.keys())]
-    for name in sorted(locked.keys() & now.keys()):
+    lines = [f"{name}: new" for name in now if name not in locked]
+    lines += [f"{name}: gone" for name in locked if name not in now]
+    for name in now.keys() & locked.keys():
         before, after = asdict(locked[name]), asdict(now[name])
         changed = [f"{key} {before[key]} -> {after[key]}" for key in before if before[key] != after[key]]
         if changed:
             lines.append(f"{name}: {', '.join(changed)}")
-    return lines
+    return sorted(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default=",".join(ARCHS), help="comma-separated")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--locks", type=Path, default=LOCKS, help="directory of the lock files")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help="renew the lock files")
+    what.add_argument("--check", action="store_true", help="exit with 1 if a lock file differs or a kernel has a fault")
+    options = parser.parse_args(arguments)
+    failed = False
+    for arch in options.arch.split(","):
+        listed = cases(arch)
+        rows = table(listed, options.jobs)
+        faults = [f"{case.name}: {fault}" for case in listed for fault in rows[case.name].faults(case)]
+        if options.write:
+            print(write_lock(arch, rows, options.locks))
+        elif options.check:
+            faults += differences(read_lock(arch, options.locks)[1], rows)
+            print("\n".join(faults) or f"{arch}: as locked")
+        else:
+            print(f"{arch}, Triton {triton.__version__}\n{'case':<40} {' '.join(Figures.__slots__)}")
+            for name, row in rows.items():
+                print(f"{name:<40} {' '.join(f'{value:>{len(key)}}' for key, value in asdict(row).items())}")
+        failed |= bool(faults)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -142,7 +142,8 @@ def decode(
     store_window(window + SECTION, k_taps, k_x, WIDTH, TAP_STRIDE)
     store_window(window + 2 * SECTION, v_taps, v_x, WIDTH, TAP_STRIDE)
 
-    y = joined(outputs, TILES)
+    # Gathered, o has one element a thread, whatever the tiles: the sum of its squares then has one order.
+    y = tl.gather(joined(outputs, TILES), c, axis=0)
     if norm_weight is not None:
         y = gated_norm(y, factor, norm_eps, D)
     tl.store(result, rounded(y, out.dtype.element_ty))
