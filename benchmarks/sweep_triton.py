@@ -43,7 +43,6 @@ def triton_shapes(itemsize: int) -> list[Shape]:
     return [
         Shape(4, lane, 4),
         Shape(4, lane, 3, registers=128),
-        Shape(4, lane, 4, registers=128),
         Shape(4, lane, 8),
         Shape(4, lane, 4, state_first=True),
         Shape(4, lane, 6, state_first=True),
@@ -52,9 +51,7 @@ def triton_shapes(itemsize: int) -> list[Shape]:
         Shape(4, lane // 2, 8),
         Shape(4, lane // 2, 6, state_first=True),
         Shape(4, lane // 2, 8, state_first=True),
-        Shape(4, lane // 4, 8, state_first=True),
         Shape(4, lane, 2, block_v=32),
-        Shape(4, lane, 4, block_v=32, state_first=True),
         Shape(8, lane, 4),
         Shape(2, lane, 2),
     ]
@@ -126,6 +123,7 @@ def main() -> None:
     parser.add_argument("--cells", default=",".join(f"{heads}x{batch}" for heads, batch in CELLS))
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache, time nothing")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -141,6 +139,8 @@ def main() -> None:
         jobs = [(spec, arch, shape, flag) for spec in specs.values() for shape in shapes for flag in early]
         with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
             list(pool.map(warm, jobs))
+    if options.compile_only:
+        return
 
     results = []
     for flag in early:
