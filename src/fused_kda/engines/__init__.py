@@ -135,6 +135,16 @@ class Route:
         return fused_kda_decode(**call, backend=name)
 
 
+def kind_of(call: dict[str, Any]) -> tuple[object, ...]:
+    """The key of a call's verdict: what the gates look at, of the arguments that an engine's layers differ in."""
+    x, conv, state = call["x"], call["conv_state"], call["state"]
+    bias, norm = call["bias"], call["norm_weight"]
+    return (
+        x.dtype, x.device, conv.shape, conv.stride(), conv.dtype, state.shape, state.stride(), state.dtype,
+        call["weight"].dtype, bias is None or bias.dtype, norm is None or norm.dtype, call["lower_bound"],
+    )  # fmt: skip
+
+
 def shape_problem(
     *,
     heads: int,
