@@ -76,6 +76,11 @@ def test_geometric_means_leave_out_the_limit_and_what_was_not_timed() -> None:
     assert decode.geometric_means(records) == {"cuda SD float32": pytest.approx(4.0)}
 
 
+def test_a_results_file_names_its_command_without_its_own_path() -> None:
+    given = ["--heads", "12", "--json", "somewhere/else.json", "--layout", "SD,DS"]
+    assert decode.command_line("decode", given) == "python -m fused_kda.bench.decode --heads 12 --layout SD,DS"
+
+
 def test_the_performance_page_is_current() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     assert page == render(ROOT / "benchmarks" / "results"), "docs/performance.md is stale: make docs"

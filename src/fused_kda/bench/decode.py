@@ -99,6 +99,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def command_line(module: str, given: Sequence[str]) -> str:
+    """The command that a results file names: all but where it was told to write."""
+    kept = [word for at, word in enumerate(given) if word != "--json" and (at == 0 or given[at - 1] != "--json")]
+    return " ".join(["python", "-m", f"fused_kda.bench.{module}", *kept])
+
+
 def line(record: dict[str, Any]) -> str:
     """One record as a line of the printed table."""
     name = f"{record['heads']:>3} {record['batch']:>5} {record['layout']:<3} {record['state_dtype']:<9}"
@@ -150,8 +156,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for key, mean in means.items():
         print(f"geometric mean {mean:.3f} x limit: {key}")
     if options.json:
-        command = ["python", "-m", "fused_kda.bench.decode", *(arguments if arguments is not None else sys.argv[1:])]
-        result = {"command": " ".join(command), "machine": machine(), "geometric_means": means, "cells": records}
+        given = list(arguments if arguments is not None else sys.argv[1:])
+        result = {
+            "command": command_line("decode", given),
+            "machine": machine(),
+            "geometric_means": means,
+            "cells": records,
+        }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if any("not_timed" in record for record in records) else 0

@@ -22,7 +22,7 @@ import torch
 from ..api import fused_kda_decode
 from ..contract import Tensors, decode_problem
 from .cells import Cell, make_layers
-from .decode import machine
+from .decode import command_line, machine
 
 _CALLS, _ROUNDS = 200, 21
 
@@ -61,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for backend, times in results.items():
         print(f"{backend}: " + ", ".join(f"{name} {us:.1f} us" for name, us in times.items()))
     if options.json:
-        given = arguments if arguments is not None else sys.argv[1:]
-        command = " ".join(["python", "-m", "fused_kda.bench.host", *given])
+        command = command_line("host", list(arguments if arguments is not None else sys.argv[1:]))
         options.json.write_text(json.dumps({"command": command, "machine": machine(), "us": results}, indent=1) + "\n")
     return 0
 

@@ -47,9 +47,8 @@ constexpr u32 CHUNK_BYTES = CHUNK * GROUPS * DIM * sizeof(STATE);
 constexpr float QK_EPS = 1e-6f;
 enum Section { Q, K, V, DECAY };
 
-static_assert(THREADS == 128 || THREADS == 256);
+static_assert((THREADS == 128 || THREADS == 256) && (STATE_ALIGNED || !BULK));
 static_assert(PASSES % CHUNK == 0 && PASSES * GROUPS * SPLIT == DIM);
-static_assert(!BULK || STATE_ALIGNED);
 
 // Pointers in the order of contract.Tensors; strides and pitches in elements.
 struct Params {
@@ -57,10 +56,8 @@ struct Params {
   const WEIGHT* weight;
   const BIAS* bias;
   bf16* conv;
-  const bf16* raw_g;
-  const bf16* raw_beta;
-  const float* a_log;
-  const float* dt_bias;
+  const bf16 *raw_g, *raw_beta;
+  const float *a_log, *dt_bias;
   const INDEX* index;
   STATE* state;
   bf16* out;
@@ -98,17 +95,13 @@ DEVICE float reduce_lanes(float value) {
 DEVICE u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
 
 // ---- The previous kernel on the stream, the copy engine, the cluster: SM90 and later.
-
-DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void wait_for_previous_kernel() {}
+DEVICE void let_next_kernel_start() {}
 #endif
-}
-DEVICE void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 DEVICE void barrier_init(u32 barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
@@ -141,16 +134,13 @@ DEVICE void send(u32 target, float value, u32 barrier, u32 rank) {
 // Starts the state's way into L2 and reads nothing: sound even where the previous kernel still writes the index (then
 // the hint may name another slot) or the slot (L2 is where its stores arrive).
 DEVICE void hint_state(const Params& p, i64 row, int head, int part) {
-#if __CUDA_ARCH__ >= 900
   const i64 slot = *static_cast<const volatile INDEX*>(p.index + row * p.index_stride);
   if (!STATE_ALIGNED || slot <= p.null_slot || slot >= p.slots) return;
   const STATE* state = p.state + slot * p.state_pitch + (i64(head) * DIM + part * ROWS) * DIM;
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(state), "n"(ROWS * DIM * sizeof(STATE)) : "memory");
-#endif
 }
 
 // ---- Rows of the state: 8 elements per lane, fp32 as [4l, 4l+4) and [64+4l, 64+4l+4), bf16 as [8l, 8l+8).
-
 DEVICE int own_offset(int lane, int half) { return WIDE_STATE ? half * 64 + 4 * lane : 8 * lane + 4 * half; }
 
 DEVICE void load_vectors(uint4 (&raw)[VECTORS], const STATE* row, int lane) {
@@ -216,8 +206,20 @@ DEVICE void load_own(float (&value)[OWN], const float* shared, int lane) {
   }
 }
 
-// ---- The conv window of one section: `count` channels staged in shared memory in the pool's own order, then copied.
+// The history of one channel. DS has the three taps side by side: with the copy engine at work, a word (at whichever is
+// an even element) and a half take less of the load units; in a cluster, taking them apart costs more than that.
+DEVICE void load_taps(bf16 (&tap)[TAPS], const bf16* first, bool odd, bool started) {
+  if constexpr (BULK && CONV_TAP == 1 && CONV_ALIGNED) {
+    const u32 word = started ? *reinterpret_cast<const u32*>(first + (odd ? 1 : 0)) : 0;
+    const bf16 half = started ? first[odd ? 0 : 2] : bf16{0}, low{u16(word)}, high{u16(word >> 16)};
+    tap[0] = odd ? half : low, tap[1] = odd ? low : high, tap[2] = odd ? high : half;
+  } else {
+#pragma unroll
+    for (int t = 0; t < TAPS; ++t) tap[t] = started ? first[t * i64(CONV_TAP)] : bf16{0};
+  }
+}
 
+// ---- The conv window of one section: `count` channels staged in shared memory in the pool's own order, then copied.
 DEVICE int staged(int channel, int tap, int count) {
   return CONV_CHANNEL == 1 ? tap * count + channel : channel * TAPS + tap;
 }
@@ -281,12 +283,10 @@ __cluster_dims__(SPLIT, 1, 1)
     if (HINT && thread == 0) hint_state(p, row, head, part);
     wait_for_previous_kernel();
     let_next_kernel_start();
+    slot = *index;
   }
-
-  if constexpr (!PREFETCH) slot = *index;
   const bool live = slot > p.null_slot && slot < p.slots;
-  bool started = live;
-  if constexpr (INITIAL) started = live && p.initial[row * p.initial_stride] != 0;
+  const bool started = live && (!INITIAL || p.initial[row * p.initial_stride] != 0);
   STATE* const state = p.state + (live ? slot : 0) * p.state_pitch + (i64(head) * DIM + part * ROWS) * DIM;
   bf16* const conv = p.conv + (live ? slot : 0) * p.conv_pitch + head * i64(DIM) * CONV_CHANNEL;
 
@@ -327,8 +327,7 @@ __cluster_dims__(SPLIT, 1, 1)
       for (int t = 0; t < WIDTH; ++t) item.weight[t] = weight[t * i64(W_TAP)];
       if constexpr (present<BIAS>) item.bias = p.bias[section * INNER + head * DIM + channel];
       const bf16* taps = conv + (section * INNER + channel) * CONV_CHANNEL;
-#pragma unroll
-      for (int t = 0; t < TAPS; ++t) item.tap[t] = started ? taps[t * i64(CONV_TAP)] : bf16{0};
+      load_taps(item.tap, taps, channel * CONV_CHANNEL % 2, started);
     } else {
       item.dt_bias = p.dt_bias[head * DIM + channel];
     }

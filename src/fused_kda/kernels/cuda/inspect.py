@@ -269,15 +269,13 @@ def _read(entry: Listed, arch: str, tool: Path) -> Report:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
-        text = subprocess.run(
-            [tool, "-sass", "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        done = subprocess.run([tool, "-sass", "-res-usage", file.name], capture_output=True, text=True, check=False)
+    text = done.stdout
     resources = _RESOURCES.search(text)
     names = _INSTRUCTION.findall(text)
     if resources is None or not names:
-        raise RuntimeError(
-            f"cuobjdump: expected resources and instructions of {entry.name} for {arch}, got\n{text[:500]}"
-        )
+        got = f"code {done.returncode}: {done.stderr[:500]}{text[:500]}"
+        raise RuntimeError(f"cuobjdump: expected resources and instructions of {entry.name} for {arch}, got {got}")
     registers, stack, shared, local = map(int, resources.groups())
     classes = Counter(names)
     return Report(
