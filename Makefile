@@ -66,6 +66,7 @@ sanitize: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/render_gates.py
+	$(BIN)/python -m fused_kda.bench.page
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
