@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import nn
 
 import fake_backend
 from engines.calls import as_vllm, core_of, vllm_call
-from fused_kda import engines, gates
+from fused_kda import engines
 from fused_kda.engines import vllm
 from fused_kda.testing.battery import Size, Subject
 from fused_kda.testing.compare import check_call, check_equal, expected
@@ -360,37 +362,13 @@ def test_a_malformed_switch_is_reported_and_not_raised(monkeypatch: pytest.Monke
     assert (surface.state, surface.detail) == ("failed", "FUSED_KDA_VLLM: expected off, fill or replace, got 'please'")
 
 
-REGISTRATION = """
-import torch
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-import sys
-from fused_kda import engines
-assert {s.state for s in engines.surfaces.values()} <= {"on", "waiting"}, engines.surfaces
-assert "vllm._custom_ops" not in sys.modules and not torch.cuda.is_initialized()
-import vllm._custom_ops
-from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as linear
-from vllm.models.kimi_k3.nvidia import kda
-from vllm.model_executor.custom_op import op_registry_oot
-for name in ("decode op", "Kimi-K3 gate (NVIDIA)", "Kimi-Linear layer"):
-    assert engines.surfaces["vllm", name].state == "on", engines.surfaces["vllm", name]
-assert issubclass(op_registry_oot["KimiGatedDeltaNetAttention"], linear.KimiGatedDeltaNetAttention)
-schema = str(torch.ops._C.fused_kda_decode.default._schema)
-assert schema.startswith("_C::fused_kda_decode(Tensor x, Tensor weight, Tensor? bias, Tensor"), schema
-bf16 = torch.bfloat16
-wide = kda.resolve_kda_decode_backend("auto", 32, 128, 4, 0, bf16, bf16, torch.float32)
-from fused_kda.engines import vllm as plugin
-plugin.register()
-print("backend for 32 heads:", wide)
-"""
-
-
-def test_the_real_vllm_registers_end_to_end() -> None:
-    """In a process of its own: it imports all of vLLM."""
+@pytest.mark.parametrize("layout", ["SD", "DS"])
+def test_the_real_vllm(layout: str) -> None:
+    """Its entry points, its registry of layers and its Kimi-Linear class, in a process that imports all of vLLM."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    done = subprocess.run([sys.executable, "-c", REGISTRATION], capture_output=True, text=True)
+    script = Path(__file__).with_name("vllm_process.py")
+    environment = {**os.environ, "VLLM_SSM_CONV_STATE_LAYOUT": layout}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    one_launch = any(row.launches == 1 and not row.machine_reasons() for row in gates.TABLE)
-    usable = one_launch and torch.cuda.is_available()
-    assert done.stdout.splitlines()[-1] == f"backend for 32 heads: {'native' if usable else 'triton'}"
+    assert done.stdout.splitlines()[-1] == "done"
