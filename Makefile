@@ -34,7 +34,7 @@ demo: $(VENV)/.installed
 	$(BIN)/fused-kda eval --limit 100 --min-exact-match 0.9
 
 test: $(VENV)/.installed-dev
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" -n $(JOBS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadgroup
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -56,6 +56,7 @@ gpu-test: $(VENV)/.installed-dev
 
 lock: $(VENV)/.installed-dev
 	$(BIN)/python -m fused_kda.kernels.cuda.inspect --write
+	$(BIN)/python -m fused_kda.kernels.triton.inspect --write
 
 # API errors are the driver entry points that the bindings look for and this driver lacks.
 SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no --kernel-name kns=fused_kda_decode

@@ -42,11 +42,17 @@ class SkippingSubject(Subject):
             pytest.skip(str(missing))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    parallel = config.pluginmanager.hasplugin("xdist")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        # One process compiles an architecture's listed kernels, and all tests of them read that.
+        if parallel and item.path.stem.endswith("_static") and isinstance(item, pytest.Function):
+            arch = item.callspec.params.get("arch") if hasattr(item, "callspec") else None
+            if arch is not None:
+                item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {arch}"))
 
 
 @pytest.fixture(params=_runnable())
