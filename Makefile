@@ -3,9 +3,10 @@
 #   make test        the tests that need no GPU
 #   make lint        ruff, mypy, clang-format
 #   make gpu-test    the tests that need a CUDA device
-#   make docs        write the pages that are generated
-#   make lock        renew the committed figures of the static proofs
 #   make sanitize    the CUDA kernel under compute-sanitizer (needs a GPU)
+#   make bench       time the backends against the memory system's limit (needs a GPU)
+#   make lock        renew the committed figures of the static proofs
+#   make docs        write the pages that are generated
 # Variables: PYTHON (3.10 to 3.12), VENV, JOBS (test processes), PIP_FLAGS (e.g. an index with CPU builds of torch).
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ else
 DEV_EXTRAS := dev,plot
 endif
 
-.PHONY: demo test lint format gpu-test lock sanitize docs clean
+.PHONY: demo test lint format gpu-test sanitize bench lock docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fused-kda generate "Mia has 20 nuts. Priya has 17 more nuts than Mia. How many nuts do Mia and Priya have in total?"
@@ -67,6 +68,10 @@ sanitize: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/render_gates.py
+	$(BIN)/python -m fused_kda.bench.page
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python -m fused_kda.bench.decode --backend cuda,chain,triton
 	$(BIN)/python -m fused_kda.bench.page
 
 clean:
