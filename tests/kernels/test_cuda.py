@@ -160,7 +160,7 @@ extern "C" __global__ void produce(unsigned* to0, const unsigned* from0, long lo
 
 @pytest.fixture
 def produce(device: torch.device, arch: str) -> Callable[..., None]:
-    """Launch a kernel that lets its dependents start at once, sleeps 20 ms, and only then copies up to three tensors."""
+    """Launch a kernel that lets its dependents start at once, sleeps 20 ms, only then copies up to three tensors."""
     if int(arch[3:-1]) < 9:
         pytest.skip("dependent launch needs SM90")
     Device(device.index).set_current()
