@@ -19,7 +19,7 @@ from fused_kda.contract import Tensors
 from fused_kda.kernels.jit import interpreted
 from fused_kda.kernels.triton import kernel, prepare
 from fused_kda.kernels.triton.compile import decode_build
-from fused_kda.kernels.triton.shape import Shape, choose
+from fused_kda.kernels.triton.shape import Shape, choose, shapes
 from fused_kda.testing.compare import check_equal
 from fused_kda.testing.problems import Call, Draw, draw
 
@@ -49,14 +49,19 @@ def same(what: str, one: Call, other: Call) -> None:
 def test_batch_slots_and_pitches_do_not_change_what_is_compiled(
     arch: str, prefetch: bool, state_dtype: torch.dtype
 ) -> None:
+    known: set[Any] = set()
     builds = set()
     for slots, guard in ((0, 16), (20, 16), (9, 64), (33, 8)):
         problem = draw(Draw(batch=2, heads=3, head_dim=64, slots=slots, guard=guard, state_dtype=state_dtype)).problem
         spec = dataclasses.replace(problem.spec, head_dim=128)
+        known |= {decode_build(spec, arch, shape, prefetch) for _, shape in shapes(spec, arch, prefetch)}
         for batch in range(1, 1100):
             builds.add(decode_build(spec, arch, choose(spec, arch, batch, prefetch), prefetch))
-    assert len(builds) <= 2, "few programs, or many: one launch shape each"
-    assert len({(dict(build.options)["num_warps"], dict(build.constants)["BLOCK_V"]) for build in builds}) == 1
+    assert builds == known, "what the first call compiles is all that any batch needs"
+    late_fp32 = state_dtype == torch.float32 and not prefetch
+    assert len(known) == (1 if arch == "gfx942" else 2 if late_fp32 else 3)
+    warps = {dict(build.options)["num_warps"] for build in builds}
+    assert len(warps) == 1, "the order of the sums follows the warps"
 
 
 @pytest.fixture
@@ -71,12 +76,17 @@ def compilations() -> Iterator[list[str]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("backend", "most"), [("triton", 2), ("chain", 3)])
-def test_compilations_are_counted(device: torch.device, compilations: list[str], backend: str, most: int) -> None:
-    for batch in (1, 2, 3, 16, 17, 64, 65, 200):
-        for slots, guard in ((0, 16), (260, 48)):
-            draw(Draw(batch=batch, heads=11, head_dim=64, slots=slots, guard=guard), device).run(backend)
-    assert 1 <= len(compilations) <= most, compilations
+@pytest.mark.parametrize("backend", ["triton", "chain"])
+def test_only_the_first_call_compiles(device: torch.device, compilations: list[str], backend: str) -> None:
+    first = draw(Draw(batch=2, heads=11), device)  # H that nothing else compiles for
+    first.run(backend)
+    launch_shapes = {shape for _, shape in shapes(first.problem.spec, gates.architecture(device), False)}
+    assert len(compilations) == (3 if backend == "chain" else len(launch_shapes))
+    compilations.clear()
+    for batch in (1, 3, 16, 17, 64, 65):
+        for slots, guard in ((0, 16), (80, 48)):
+            draw(Draw(batch=batch, heads=11, slots=slots, guard=guard), device).run(backend)
+    assert compilations == []
 
 
 @pytest.mark.gpu
@@ -111,14 +121,14 @@ def test_every_launch_shape_leaves_the_same_bits(
     wanted = Draw(batch=9, heads=3, layout=layout, state_dtype=state_dtype, mask=mask, null_rows=(2, 8))
     snapshot = draw(wanted, device)
     arch = gates.architecture(device)
-    chosen = choose(snapshot.problem.spec, arch, 1, False)
+    chosen = choose(snapshot.problem.spec, arch, 1024, False)
     lane = chosen.lane_k
-    shapes = [Shape(chosen.warps, lane, ahead) for ahead in (1, 2, 3, 4, 6, 8)]
-    shapes += [Shape(chosen.warps, lane, 4, state_first=True), Shape(chosen.warps, lane, 2, block_v=32)]
-    shapes += [Shape(chosen.warps, lane // 2, 8), Shape(chosen.warps, lane, 4, registers=128, fenced=True)]
+    candidates = [Shape(chosen.warps, lane, ahead) for ahead in (1, 2, 3, 4, 6, 8)]
+    candidates += [Shape(chosen.warps, lane, 2, block_v=32), Shape(chosen.warps, lane // 2, 8)]
+    candidates += [Shape(chosen.warps, lane, 4, registers=128, fenced=True)]
     first = snapshot.clone()
     prepare(snapshot.problem, chosen)(tensors(first))
-    for shape in shapes:
+    for shape in candidates:
         for prefetch in (False, True):
             call = snapshot.clone()
             prepare(dataclasses.replace(call.problem, prefetch=prefetch), shape)(tensors(call))

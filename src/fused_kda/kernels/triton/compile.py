@@ -68,7 +68,6 @@ def decode_build(spec: Specialization, arch: str, shape: Shape, prefetch: bool) 
             ("BOUNDED", spec.bounded),
             ("PDL", pdl),
             ("PREFETCH", pdl and prefetch),
-            ("STATE_FIRST", shape.state_first),
             ("BLOCK_V", shape.block_v),
             ("LANE_K", shape.lane_k),
             ("AHEAD", shape.ahead),

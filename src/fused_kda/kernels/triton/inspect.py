@@ -31,7 +31,7 @@ from ...contract import Specialization
 from ...layouts import ConvLayout, LayoutKind
 from ..jit import Build, compiled
 from .compile import decode_build, has_pdl
-from .shape import choose
+from .shape import Shape, choose
 
 #: LDS of one gfx9 compute unit that one program may use, bytes.
 LDS_BYTES = 64 * 1024
@@ -40,6 +40,8 @@ LOCKS = Path("locks/triton")
 ARCHS = ("gfx942", "gfx950", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 #: Heads of the static matrix: Kimi-K3 at TP32, TP8, TP4 and TP1.
 HEADS = (3, 12, 24, 96)
+#: Rows for which every H takes the launch shape of large grids.
+MANY_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Case:
     Attributes:
         arch: "gfx942", "sm_90" ...
         heads, head_dim, layout, state_dtype, bounded, norm: of the problem.
+        batch: rows, for the launch shape alone; the default takes the shape for large grids.
         extra: further changes, by name: "mask", "bias", "w2", "checkpoint" (bf16 weights [3P, W]), "unaligned",
             "spare" (DS with a spare tap) and "prefetch".
     """
@@ -60,6 +63,7 @@ class Case:
     state_dtype: torch.dtype = torch.float32
     bounded: bool = True
     norm: bool = True
+    batch: int = MANY_ROWS
     extra: tuple[str, ...] = ()
 
     @property
@@ -68,6 +72,7 @@ class Case:
         state = "fp32" if self.state_dtype == torch.float32 else "bf16"
         words = [f"H{self.heads}", f"D{self.head_dim}", self.layout, state]
         words += ["bounded" if self.bounded else "softplus", "norm" if self.norm else "plain", *self.extra]
+        words += [f"B{self.batch}"] if self.batch != MANY_ROWS else []
         return " ".join(words)
 
     def specialization(self) -> Specialization:
@@ -96,10 +101,13 @@ class Case:
             conv_alignment=2 if unaligned else 16,
         )
 
+    def shape(self) -> Shape:
+        """The launch shape of the case."""
+        return choose(self.specialization(), self.arch, self.batch, "prefetch" in self.extra)
+
     def build(self) -> Build:
-        """The build that a launch of one row would use."""
-        spec, prefetch = self.specialization(), "prefetch" in self.extra
-        return decode_build(spec, self.arch, choose(spec, self.arch, 1, prefetch), prefetch)
+        """What a launch of the case compiles."""
+        return decode_build(self.specialization(), self.arch, self.shape(), "prefetch" in self.extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +145,8 @@ class Figures:
         if self.occupancy < 2:
             found.append(f"{self.occupancy} resident waves per SIMD")
         if "unaligned" not in case.extra:
-            spec = case.specialization()
-            lanes = 64 if case.arch.startswith("gfx") else 32
-            warps = choose(spec, case.arch, 1, False).warps
-            least = case.head_dim**2 * spec.state_dtype.itemsize // (16 * lanes * warps)
+            threads = case.shape().warps * (64 if case.arch.startswith("gfx") else 32)
+            least = case.head_dim**2 * case.state_dtype.itemsize // (16 * threads)
             if min(self.wide_loads, self.wide_stores) < least:
                 found.append(f"{self.wide_loads} loads and {self.wide_stores} stores of 16 bytes, state needs {least}")
         if not self.lane_ops:
@@ -152,8 +158,8 @@ def cases(arch: str) -> list[Case]:
     """The static matrix of one architecture.
 
     AMD, where nothing else can be proved without hardware: both layouts, both gates, norm on and off, all of
-    :data:`HEADS`, both state dtypes. NVIDIA: the same at H = 12. Both: one case for every other thing that changes the
-    code.
+    :data:`HEADS`, both state dtypes. NVIDIA: the same at H = 12, and each launch shape. Both: one case for every other
+    thing that changes the code.
     """
     heads = HEADS if arch.startswith("gfx") else (12,)
     layouts: tuple[LayoutKind, ...] = ("SD", "DS")
@@ -167,8 +173,12 @@ def cases(arch: str) -> list[Case]:
     matrix += [Case(arch, 12, dim, "DS", dtype) for dim in (64, 256) for dtype in dtypes]
     matrix += [Case(arch, extra=extra) for extra in (("mask", "bias"), ("w2",), ("checkpoint",), ("unaligned",))]
     matrix.append(Case(arch, layout="DS", extra=("spare",)))
-    if has_pdl(arch):
-        matrix += [Case(arch, state_dtype=dtype, extra=("prefetch",)) for dtype in dtypes]
+    if arch.startswith("sm_"):
+        early: tuple[tuple[str, ...], ...] = ((), ("prefetch",)) if has_pdl(arch) else ((),)
+        for extra, dtype in itertools.product(early, dtypes):
+            batches = (1, 16, 32) if dtype == torch.bfloat16 else (1, 16)  # one of each launch shape, H = 12
+            matrix += [Case(arch, state_dtype=dtype, batch=batch, extra=extra) for batch in batches]
+            matrix += [Case(arch, state_dtype=dtype, extra=extra)] if extra else []
     return matrix
 
 

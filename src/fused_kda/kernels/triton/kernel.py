@@ -7,8 +7,8 @@ One program owns one (row, head); the grid is ``[B * H]``, heads fastest. The st
 BLOCK_V, of which AHEAD are in flight before the first is used. Everything stays in fp32 from the convolution to y,
 which is rounded once; the gated norm needs the whole row, so the tiles' outputs are kept in registers until the last.
 
-The order of the loads is the launch's choice (:mod:`.shape`): with STATE_FIRST the state is asked for before the small
-inputs, which pays while the kernel still waits for the one ahead of it on the stream. No order changes a bit.
+The state is asked for before the small inputs. That pays while the kernel still waits for the one ahead of it on the
+stream, and costs nothing where it does not.
 """
 
 import triton
@@ -49,7 +49,7 @@ def decode(
     H: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CHANNEL_STRIDE: tl.constexpr, TAP_STRIDE: tl.constexpr,
     CONV_UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, WEIGHT_PLANE: tl.constexpr, WEIGHT_TAP: tl.constexpr,
     WEIGHT_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
-    STATE_FIRST: tl.constexpr, BLOCK_V: tl.constexpr, LANE_K: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_V: tl.constexpr, LANE_K: tl.constexpr, AHEAD: tl.constexpr,
     FENCED: tl.constexpr,
 ):  # fmt: skip
     """Tensors and strides as in :class:`fused_kda.contract.DecodeProblem`; an absent tensor is a constexpr None.
@@ -82,8 +82,7 @@ def decode(
     window = conv_state + slot * conv_pitch * CONV_UNIT + channel * CHANNEL_STRIDE
 
     # What the kernel ahead does not write (with PREFETCH) comes before the wait, all else after it.
-    if STATE_FIRST:
-        tiles = load_tiles(matrix, started, BLOCK_V * D, AHEAD)
+    tiles = load_tiles(matrix, started, BLOCK_V * D, AHEAD)
     q_taps = load_taps(window, started, WIDTH, TAP_STRIDE)
     k_taps = load_taps(window + SECTION, started, WIDTH, TAP_STRIDE)
     v_taps = load_taps(window + 2 * SECTION, started, WIDTH, TAP_STRIDE)
@@ -115,8 +114,6 @@ def decode(
     beta = tl.sigmoid(tl.load(raw_beta + row * beta_row + head).to(tl.float32))
     if norm_weight is not None:
         factor = factor * tl.sigmoid(tl.load(output_gate + row * gate_row + channel).to(tl.float32))
-    if not STATE_FIRST:
-        tiles = load_tiles(matrix, started, BLOCK_V * D, AHEAD)
 
     q = convolve(q_taps, q_x, q_weights, q_bias, WIDTH)
     k = convolve(k_taps, k_x, k_weights, k_bias, WIDTH)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ... import gates
 from ...contract import DecodeProblem, Tensors
-from ..jit import Launch, bind, interpreted, scalars
+from ..jit import Launch, bind, compiled, interpreted, scalars
 from .compile import decode_build
 from .kernel import decode
-from .shape import Shape, choose
+from .shape import Shape, choose, shapes
 
 #: What the interpreter on a CPU runs: the launch shape and code paths of this architecture.
 INTERPRETED_ARCH = "sm_80"
@@ -26,7 +26,12 @@ def prepare(problem: DecodeProblem, shape: Shape | None = None) -> Launch:
     """
     spec = problem.spec
     arch = INTERPRETED_ARCH if interpreted(decode) else gates.architecture(problem.device)
-    shape = shape or choose(spec, arch, problem.batch, problem.prefetch)
+    if shape is None:
+        shape = choose(spec, arch, problem.batch, problem.prefetch)
+        if not interpreted(decode):
+            # All shapes now, so that no other batch size has to compile later.
+            for _, other in shapes(spec, arch, problem.prefetch):
+                compiled(decode_build(spec, arch, other, problem.prefetch), arch, problem.device.index)
     build = decode_build(spec, arch, shape, problem.prefetch)
     run = bind(build, arch, problem.device, problem.batch * spec.heads, scalars(problem, decode))
 

@@ -6,6 +6,7 @@ at every batch size. All else may follow the batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ...contract import Specialization
@@ -20,7 +21,6 @@ class Shape:
         lane_k: K channels of one state row that lie side by side in a group of lanes.
         ahead: tiles in flight before the first is used.
         block_v: value rows per tile.
-        state_first: ask for the state before the small inputs.
         registers: NVIDIA: bound on registers per thread, so that enough programs fit on one multiprocessor.
         fenced: a barrier after each tile, so that the compiler does not ask for later tiles early and then spill.
     """
@@ -29,28 +29,48 @@ class Shape:
     lane_k: int
     ahead: int
     block_v: int = 16
-    state_first: bool = False
     registers: int | None = None
     fenced: bool = False
 
 
-#: Up to as many programs as the smallest of today's large GPUs has SMs, every program has one to itself.
-FEW_PROGRAMS = 128
+#: Multiprocessors of the H200, on which the thresholds were measured.
+SMS = 132
 
 
-def choose(spec: Specialization, arch: str, batch: int, prefetch: bool) -> Shape:
-    """The launch shape for a batch on an architecture ("sm_90", "gfx942")."""
+def shapes(spec: Specialization, arch: str, prefetch: bool) -> tuple[tuple[float, Shape], ...]:
+    """Every launch shape that a specialisation can be given: ``(most programs, shape)``, ascending.
+
+    Args:
+        spec: of the problem.
+        arch: "sm_90", "gfx942" ...
+        prefetch: whether the state is read before the kernel ahead on the stream has ended.
+    """
     dim, itemsize = spec.head_dim, spec.state_dtype.itemsize
     # As many threads as D on NVIDIA, so that each small input is loaded once, by one thread an element; 16 lanes with
     # 16 bytes each to a state row.
     warps, lane_k = dim // 32, min(dim, 256 // itemsize)
     if spec.state_alignment < 16:
-        return Shape(warps, lane_k, ahead=1, fenced=True)
+        return ((math.inf, Shape(warps, lane_k, ahead=1, fenced=True)),)
     if arch.startswith("gfx"):
+        # Never measured: what compiles to at most 256 registers, so that two waves fit on a SIMD.
         if dim == 256:
-            return Shape(warps, min(dim, 2 * lane_k), ahead=2, fenced=True)
-        return Shape(warps, lane_k, ahead=2, fenced=spec.has_initial_state)
+            return ((math.inf, Shape(warps, min(dim, 2 * lane_k), ahead=2, fenced=True)),)
+        return ((math.inf, Shape(warps, lane_k, ahead=2, fenced=spec.has_initial_state)),)
     if dim == 256:
-        return Shape(warps, lane_k, ahead=2)
-    few = batch * spec.heads <= FEW_PROGRAMS
-    return Shape(warps, lane_k, ahead=dim // 16 if few else 4, state_first=few and prefetch)
+        return ((math.inf, Shape(warps, lane_k, ahead=2)),)
+    tiles = dim // 16
+    many = (math.inf, Shape(warps, lane_k, ahead=4))
+    if tiles == 4:
+        return (many,)
+    if itemsize == 2:
+        # Half the registers of fp32: all tiles of two programs fit beside each other, six tiles of four.
+        return (2 * SMS, Shape(warps, lane_k, ahead=tiles)), (4 * SMS, Shape(warps, lane_k, ahead=6)), many
+    # One program to a multiprocessor: 8 lanes to a row, since exchanges cost more here than registers.
+    few = Shape(warps, lane_k // 2, ahead=tiles if prefetch else 6)
+    return (SMS, few), (2 * SMS, Shape(warps, lane_k, ahead=6 if prefetch else 4)), many
+
+
+def choose(spec: Specialization, arch: str, batch: int, prefetch: bool) -> Shape:
+    """The launch shape for a batch: as many tiles in flight as registers allow the programs of one multiprocessor."""
+    programs = batch * spec.heads
+    return next(shape for most, shape in shapes(spec, arch, prefetch) if programs <= most)
