@@ -60,3 +60,53 @@ VLLM = (
 def as_vllm(call: Call) -> dict[str, Any]:
     """The arguments that vLLM's call has, in its order: no null slot, no scale, no mask."""
     return {name: call.arguments[name] for name in VLLM}
+
+
+def sglang_step(subject: Subject, *, layers: int = 3, layer: int = 1, **wanted: Any) -> tuple[Call, dict[str, Any]]:
+    """A decode batch of SGLang: the call as the op has it, and SGLang's own arguments over the same memory.
+
+    q | k | v | gate come from one projection, f_a | beta from another. A slot's envelope holds the conv windows of all
+    layers, tap by tap, then their recurrent states. Slot 0 is live; the padded row's index is -1.
+    """
+    call = subject.draw(batch=6, null_rows=(5,), null_slot=-1, slots=7, **wanted)
+    given = dict(call.arguments)
+    slots, heads, dim, _ = given["state"].shape
+    inner, taps = heads * dim, given["conv_state"].shape[2]
+    conv_bytes, state_bytes = 3 * inner * taps * 2, inner * dim * 4
+    envelope = torch.full((slots, layers * (conv_bytes + state_bytes)), 0xFF, dtype=torch.uint8, device=subject.device)
+    first = layer * conv_bytes
+    conv_states = envelope[:, first : first + conv_bytes].view(torch.bfloat16).view(slots, taps, 3 * inner)
+    first = layers * conv_bytes + layer * state_bytes
+    ssm_states = envelope[:, first : first + state_bytes].view(torch.float32).view(slots, heads, dim, dim)
+    conv_states.copy_(given["conv_state"].transpose(1, 2))
+    ssm_states.copy_(given["state"])
+    qkvg = given["x"].new_zeros(6, 4 * inner)
+    bfa = given["x"].new_zeros(6, dim + heads + -(dim + heads) % 8)
+    mixed_qkv, gate, beta = qkvg[:, : 3 * inner], qkvg[:, 3 * inner :], bfa[:, dim : dim + heads]
+    for target, name in ((mixed_qkv, "x"), (gate, "output_gate"), (beta, "raw_beta")):
+        target.copy_(given[name].reshape(target.shape))
+    indices = given["state_indices"].clone().to(torch.int32)
+    indices[5] = -1
+    parameter = given["weight"].transpose(1, 2).reshape(3 * inner, -1).contiguous()  # [3P, W], as the layer keeps it
+    own = {
+        "mixed_qkv": mixed_qkv,
+        "a": given["raw_g"].reshape(6, inner).contiguous(),
+        "b": beta,
+        "conv_states": conv_states,
+        **dict(zip(("w_q_t", "w_k_t", "w_v_t"), (part.t() for part in parameter.split(inner)), strict=True)),
+        "conv_bias": None,
+        "A_log": given["A_log"],
+        "dt_bias": given["dt_bias"],
+        "onorm_g": gate,
+        "onorm_weight": given["norm_weight"],
+        "ssm_states": ssm_states,
+        "cache_indices": indices,
+        "scale": dim**-0.5,
+        "onorm_eps": 1e-5,
+        "lower_bound": given["lower_bound"],
+    }
+    given |= {
+        "x": mixed_qkv, "output_gate": gate.unflatten(1, (heads, dim)), "raw_beta": beta, "state_indices": indices,
+        "conv_state": conv_states.transpose(1, 2), "state": ssm_states, "out": None,
+    }  # fmt: skip
+    return replace(call, arguments=given), own
