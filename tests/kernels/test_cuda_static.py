@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import subprocess
 import sys
@@ -29,21 +28,17 @@ ARCHS = inspect.architectures()
 SMS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 148, "sm_120": 188}
 
 
-@functools.cache
-def reports(arch: str) -> list[inspect.Report]:
-    if inspect.cuobjdump() is None:
-        pytest.skip("no cuobjdump: neither on PATH nor in an installed triton")
-    return inspect.report(arch)
-
-
 @pytest.fixture
 def problem() -> Any:
     return draw(Draw(batch=1, heads=1)).problem
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_specialisation_spills_and_all_fit_an_sm(arch: str) -> None:
-    found = reports(arch)
+def test_no_specialisation_spills_all_fit_an_sm_and_all_are_as_locked(arch: str) -> None:
+    """One test, so that each specialisation is compiled once however the tests are spread over processes."""
+    if inspect.cuobjdump() is None:
+        pytest.skip("no cuobjdump: neither on PATH nor in an installed triton")
+    found = inspect.report(arch)
     assert [entry.name for entry in found if entry.spills] == []
     shared = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_120": 99}.get(arch, 227) * 1024
     shapes = {entry.name: entry.shape for entry in inspect.listed(arch)}
@@ -51,14 +46,10 @@ def test_no_specialisation_spills_and_all_fit_an_sm(arch: str) -> None:
         shape = shapes[entry.name]
         assert entry.shared + entry.dynamic <= shared, entry.name
         assert entry.registers * shape.threads * shape.min_ctas <= 65536, entry.name
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_machine_code_is_as_locked(arch: str) -> None:
     nvrtc, entries = inspect.read_lock(arch, LOCKS)
     if inspect.compiler() != nvrtc:
         pytest.skip(f"the lock holds for NVRTC {nvrtc}, this is {inspect.compiler()}")
-    assert inspect.differences(reports(arch), entries) == [], "renew with `make lock` if the change is meant"
+    assert inspect.differences(found, entries) == [], "renew with `make lock` if the change is meant"
 
 
 def test_the_locks_hold_for_the_pinned_nvrtc() -> None:

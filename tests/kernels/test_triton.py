@@ -112,9 +112,10 @@ def test_launches_and_allocations(device: torch.device, backend: str, norm: bool
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["SD", "DS"])
-@pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "state_dtype", "mask"),
+    [("SD", torch.float32, False), ("DS", torch.float32, True), ("SD", BF16, True), ("DS", BF16, False)],
+)
 def test_every_launch_shape_leaves_the_same_bits(
     device: torch.device, layout: Any, state_dtype: torch.dtype, mask: bool
 ) -> None:
@@ -123,7 +124,7 @@ def test_every_launch_shape_leaves_the_same_bits(
     arch = gates.architecture(device)
     chosen = choose(snapshot.problem.spec, arch, 1024, False)
     lane = chosen.lane_k
-    candidates = [Shape(chosen.warps, lane, ahead) for ahead in (1, 2, 3, 4, 6, 8)]
+    candidates = [Shape(chosen.warps, lane, ahead) for ahead in (1, 4, 8)]
     candidates += [Shape(chosen.warps, lane, 2, block_v=32), Shape(chosen.warps, lane // 2, 8)]
     candidates += [Shape(chosen.warps, lane, 4, registers=128, fenced=True)]
     first = snapshot.clone()

@@ -3,11 +3,11 @@
     python -m fused_kda.kernels.cuda.inspect --arch sm_90 --layout SD,DS     print the table
     python -m fused_kda.kernels.cuda.inspect --check | --write               compare with, or renew, the lock files
 
-A *listed* set of specialisations is compiled by NVRTC and read with ``cuobjdump`` (the one on PATH, or Triton's):
-registers, shared memory, stack, local memory, instruction counts, and a hash of the instruction stream. A lock file per
-architecture holds them. So a change that costs an existing specialisation one instruction shows in review, and one
-that adds a specialisation shows that it left all others as they were: this is how DS is proved to cost SD nothing.
-Locks hold for one NVRTC; with another there is nothing to compare.
+A *listed* set of specialisations is compiled by NVRTC: registers, shared memory, stack and local memory as
+``cuobjdump`` tells them (Triton's, or the one on PATH), the length and a hash of the instruction stream, instruction
+counts. A lock file per architecture holds all but the counts. So a change that costs an existing specialisation one
+instruction shows in review, and one that adds a specialisation shows that it left all others as they were: this is how
+DS is proved to cost SD nothing. Locks hold for one NVRTC; with another there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import importlib.util
 import json
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ import torch
 from ... import gates
 from ...contract import Specialization
 from ...layouts import ConvLayout
-from .compile import compile_cubin, nvrtc_version
+from .compile import ENTRY, compile_cubin, nvrtc_version
 from .shape import EIGHTHS, HALVES, QUARTERS, REGISTERS, WHOLE, Shape, has_copy_engine
 
 DIM, WIDTH = 128, 4
@@ -63,7 +64,7 @@ class Report:
         dynamic: dynamic shared memory of a CTA in bytes (the bulk tile).
         stack, local: bytes per thread; more than 0 means a spill.
         instructions: length of the instruction stream.
-        counts: instructions by class (:data:`COUNTED`).
+        counts: instructions by class (:data:`COUNTED`); all 0 where the disassembler does not know the architecture.
         digest: hash of the encoded instruction stream, scheduling included.
     """
 
@@ -261,7 +262,8 @@ def _spec(
 
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?(\w+)", re.MULTILINE)
-_ENCODING = re.compile(r"/\* (0x[0-9a-f]{16}) \*/")
+#: Bytes of one encoded instruction, on every architecture of the table.
+_ENCODED = 16
 
 
 def _read(entry: Listed, arch: str, tool: Path) -> Report:
@@ -270,14 +272,13 @@ def _read(entry: Listed, arch: str, tool: Path) -> Report:
         file.write(code)
         file.flush()
         done = subprocess.run([tool, "-sass", "-res-usage", file.name], capture_output=True, text=True, check=False)
-    text = done.stdout
-    resources = _RESOURCES.search(text)
-    names = _INSTRUCTION.findall(text)
-    if resources is None or not names:
-        got = f"code {done.returncode}: {done.stderr[:500]}{text[:500]}"
-        raise RuntimeError(f"cuobjdump: expected resources and instructions of {entry.name} for {arch}, got {got}")
+    resources = _RESOURCES.search(done.stdout)
+    if resources is None:
+        got = f"code {done.returncode}: {done.stderr[:500]}{done.stdout[:500]}"
+        raise RuntimeError(f"cuobjdump: expected the resources of {entry.name} for {arch}, got {got}")
+    stream = _section(code, f".text.{ENTRY}")
     registers, stack, shared, local = map(int, resources.groups())
-    classes = Counter(names)
+    classes = Counter(_INSTRUCTION.findall(done.stdout))
     return Report(
         name=entry.name,
         arch=arch,
@@ -286,10 +287,22 @@ def _read(entry: Listed, arch: str, tool: Path) -> Report:
         dynamic=entry.shape.shared_bytes(entry.spec),
         stack=stack,
         local=local,
-        instructions=len(names),
+        instructions=len(stream) // _ENCODED,
         counts={name: classes[name] for name in COUNTED},
-        digest=hashlib.sha256("".join(_ENCODING.findall(text)).encode()).hexdigest()[:16],
+        digest=hashlib.sha256(stream).hexdigest()[:16],
     )
+
+
+def _section(elf: bytes, name: str) -> bytes:
+    """A section of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<3H", elf, 0x3A)
+    headers = [struct.unpack_from("<II4Q", elf, table + number * size) for number in range(count)]
+    strings = headers[names][4]
+    for at, _, _, _, offset, length in headers:
+        if elf[strings + at : elf.index(b"\0", strings + at)] == name.encode():
+            return elf[offset : offset + length]
+    raise RuntimeError(f"cubin: expected a section {name}, found none")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
