@@ -58,7 +58,6 @@ gpu-test: $(VENV)/.installed-dev
 lock: $(VENV)/.installed-dev
 	$(BIN)/python -m fused_kda.kernels.cuda.inspect --write
 	$(BIN)/python -m fused_kda.kernels.triton.inspect --write
-	$(BIN)/python -m fused_kda.kernels.triton.inspect --write
 
 # API errors are the driver entry points that the bindings look for and this driver lacks.
 SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no --kernel-name kns=fused_kda_decode
