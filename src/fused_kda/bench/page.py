@@ -24,8 +24,8 @@ L2 cache; bf16 activations, bounded gate, gated norm; medians of replays in whic
 the fastest in-place read-multiply-write of the same state bytes that we could write, measured in the same run. A
 backend that fails its check against float64 is not timed.
 
-Targets for `cuda` on an H200: geometric mean over the fp32 table at most 1.15 x limit, no cell above 1.45; DS within 1 %
-of SD; a bf16 state at most 0.60 of the fp32 time from B = 32 on; at most 20 us of host time for a call.
+Targets for `cuda` on an H200: geometric mean over the fp32 table at most 1.15 x limit, no cell above 1.45; DS within
+1 % of SD; a bf16 state at most 0.60 of the fp32 time from B = 32 on; at most 20 us of host time for a call.
 """
 
 
