@@ -303,6 +303,7 @@ def test_a_read_that_fails_twice_gives_up(make_agent: MakeAgent, monkeypatch: py
     with pytest.raises(TransferError, match="failed before"):
         pull.poll()
     monkeypatch.undo()
+    target.timeout = 30.0
     assert target.pull([offered])  # the offer stands: another try, later, may do
 
 
@@ -333,6 +334,7 @@ def test_slots_of_a_read_that_cannot_be_cancelled_are_held_back(
         target.pull([offered])
     assert target.pool.free_slots == target.pool.capacity - 1
     monkeypatch.undo()
+    target.timeout = 30.0
     running = False
     assert target.pull([offered]) == [1]  # the held slot came back first
     assert target.pool.free_slots == target.pool.capacity - 1
