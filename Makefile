@@ -68,6 +68,7 @@ sanitize: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/render_gates.py
+	$(BIN)/python docs/render_engines.py
 	$(BIN)/python -m fused_kda.bench.page
 
 bench: $(VENV)/.installed-dev

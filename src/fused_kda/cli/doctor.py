@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__, gates
-from .terminal import console, print_json
+from . import engine as engines
+from .terminal import console, print_json, stop
 
 #: Distributions whose versions matter to a report of a fault.
 DISTRIBUTIONS = (
@@ -56,13 +57,22 @@ class Gate:
     opens_with: str
 
 
-def command(as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False) -> None:
+def command(
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="vllm, sglang or fla: what its adapter does here")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+) -> None:
     """Show this machine's devices and versions, and for each backend whether its gate is open, and if not why."""
-    report = examine()
+    if engine is not None and engine not in engines.ENGINES:
+        stop(f"--engine: expected one of {', '.join(engines.ENGINES)}, got {engine!r}")
+    report = examine() if engine is None else engines.examine(engine)
     if as_json:
         print_json(report)
-    else:
+    elif engine is None:
         _print(report)
+    else:
+        engines.show(report)
 
 
 def examine() -> dict[str, Any]:

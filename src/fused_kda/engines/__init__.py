@@ -22,9 +22,6 @@ from ..layouts import ConvLayout, LayoutKind, conv_view
 
 logger = logging.getLogger("fused_kda")
 
-#: Engines with an adapter, and the versions whose source it was written against.
-ENGINES = {"vllm": ("0.30", "0.31", "0.32", "0.33"), "sglang": ("0.5.23",), "fla": ("0.6.0",)}
-
 
 @dataclass
 class Surface:
@@ -91,7 +88,7 @@ def one_launch(problem: DecodeProblem, device: torch.device, backend: str = "aut
         return None, str(error)
     arch = gates.architecture(device)
     if selection.reason == "auto" and all(row.launches != 1 for row in gates.rows(selection.backend, arch)):
-        return None, f"no backend of one launch on {arch}: {selection.fallback or 'the table has none'}"
+        return None, f"no backend of one launch on {arch}" + (f": {selection.fallback}" if selection.fallback else "")
     return selection.backend, ""
 
 
