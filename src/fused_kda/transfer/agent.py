@@ -90,6 +90,8 @@ class TransferAgent:
         self.errors = nixl_errors(nixl)
         self.nixl: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
         device = pool.layer(0).state.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # a new pool's zeros must not come after what is read into it
         self.memory = ("VRAM", device.index or 0) if device.type == "cuda" else ("DRAM", 0)
         self._generations: NDArray[np.int64] = np.zeros(pool.slots, np.int64)
         self._registered = [
