@@ -36,7 +36,7 @@ NATIVE_HEADS = (12, 24, 48, 96)
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     engines.reset()
-    monkeypatch.setattr(vllm, "_native_gates", [])
+    monkeypatch.setattr(vllm, "_native_gate", None)
     monkeypatch.setattr(engines, "surfaces", {})
 
 

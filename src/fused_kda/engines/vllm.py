@@ -33,15 +33,14 @@ SCHEMA = (
 #: Surface: the module that it is in.
 MODULES = {
     "decode op": "vllm._custom_ops",
-    "Kimi-K3 gate (NVIDIA)": "vllm.models.kimi_k3.nvidia.kda",
-    "Kimi-K3 gate (AMD)": "vllm.models.kimi_k3.amd.ops.kda_decode",
+    "Kimi-K3 gate": f"vllm.models.kimi_k3.{'amd.ops.kda_decode' if torch.version.hip else 'nvidia.kda'}",
     "Kimi-Linear layer": "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn",
 }
 #: What the shared layer's class is registered as, in vLLM's registry of replaced layers.
 LAYER = "KimiGatedDeltaNetAttention"
 
 _library: torch.library.Library | None = None
-_native_gates: list[Any] = []
+_native_gate: Any = None
 
 
 def register() -> None:
@@ -55,9 +54,9 @@ def register() -> None:
         mark("vllm", "plug-in", "off", "FUSED_KDA_VLLM=off")
         return
     mark("vllm", "plug-in", "on", f"FUSED_KDA_VLLM={mode}")
-    changes = {"decode op": lambda module: provide_op(module, mode), "Kimi-Linear layer": replace_layer}
-    for name, module in MODULES.items():
-        after_import("vllm", name, module, changes.get(name, widen_gate))
+    changes = (lambda module: provide_op(module, mode), widen_gate, replace_layer)
+    for (name, module), change in zip(MODULES.items(), changes, strict=True):
+        after_import("vllm", name, module, change)
 
 
 def provide_op(custom_ops: Any, mode: str) -> str:
@@ -141,14 +140,14 @@ def _padded(run: Any) -> Any:
 def _native_covers(x: torch.Tensor, conv_state: torch.Tensor, state: torch.Tensor) -> bool:
     """Whether vLLM's own op takes the shapes, by vLLM's own gate; True where its gate was not seen."""
     _, heads, dim, _ = state.shape
-    width = conv_state.shape[2] + 1
-    return all(own(heads, dim, width, 0, x.dtype, conv_state.dtype, state.dtype) for own in _native_gates)
+    shapes = (heads, dim, conv_state.shape[2] + 1, 0, x.dtype, conv_state.dtype, state.dtype)
+    return _native_gate is None or bool(_native_gate(*shapes))
 
 
 def widen_gate(module: ModuleType) -> str:
     """Let Kimi-K3's gate function say yes wherever the gates' table has a backend of one launch."""
-    own = module.is_fused_kda_decode_supported
-    _native_gates.append(own)
+    global _native_gate
+    own = _native_gate = module.is_fused_kda_decode_supported
 
     def is_fused_kda_decode_supported(
         num_heads: int,
