@@ -113,6 +113,24 @@ def test_sums_are_laid_out_alike_in_every_specialisation(arch: str, state_dtype:
         assert reductions(other) == wanted, other
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("batch", [1, 1024])
+def test_what_is_read_before_the_kernel_ahead_has_ended(arch: str, batch: int) -> None:
+    """Without prefetch nothing; with it all but x, raw_g, raw_beta, output_gate and later tiles. Never a store."""
+    for extra in ((), ("prefetch",)):
+        case = Case(arch, batch=batch, extra=extra)
+        _, sass = inspect.disassembled(compiled(case.build(), arch))
+        order = re.findall(r"\b(LDG|STG|ACQBULK|PREEXIT|EXIT)\b", sass)
+        wait = order.index("ACQBULK")
+        early, late = order[:wait], order[wait:]
+        assert set(early) == ({"LDG"} if extra else set())
+        later_tiles = (8 - case.shape().ahead) * 4  # 16-byte loads of a tile by each of 128 threads
+        assert late[: late.index("STG")].count("LDG") >= 6
+        if extra:
+            assert late.count("LDG") == 6 + later_tiles
+        assert late.index("PREEXIT") > 0, "dependents start only after this kernel's own wait"
+
+
 def test_contraction_is_off() -> None:
     """No multiply-add but those that the source writes: the same count in SD and DS, whatever the compiler fancies."""
     counts = set()

@@ -7,12 +7,7 @@ import torch
 from ...contract import Specialization
 from ..jit import Build, unit
 from .kernel import decode
-from .shape import Shape
-
-
-def has_pdl(arch: str) -> bool:
-    """Whether the architecture can start a kernel before the one ahead has ended (NVIDIA, SM90 and later)."""
-    return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
+from .shape import Shape, has_pdl
 
 
 def decode_build(spec: Specialization, arch: str, shape: Shape, prefetch: bool) -> Build:

@@ -49,8 +49,7 @@ def decode(
     H: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CHANNEL_STRIDE: tl.constexpr, TAP_STRIDE: tl.constexpr,
     CONV_UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, WEIGHT_PLANE: tl.constexpr, WEIGHT_TAP: tl.constexpr,
     WEIGHT_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
-    BLOCK_V: tl.constexpr, LANE_K: tl.constexpr, AHEAD: tl.constexpr,
-    FENCED: tl.constexpr,
+    BLOCK_V: tl.constexpr, LANE_K: tl.constexpr, AHEAD: tl.constexpr, FENCED: tl.constexpr,
 ):  # fmt: skip
     """Tensors and strides as in :class:`fused_kda.contract.DecodeProblem`; an absent tensor is a constexpr None.
 

@@ -37,14 +37,20 @@ class Shape:
 SMS = 132
 
 
+def has_pdl(arch: str) -> bool:
+    """Whether the architecture can start a kernel before the one ahead has ended (NVIDIA, SM90 and later)."""
+    return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90
+
+
 def shapes(spec: Specialization, arch: str, prefetch: bool) -> tuple[tuple[float, Shape], ...]:
     """Every launch shape that a specialisation can be given: ``(most programs, shape)``, ascending.
 
     Args:
         spec: of the problem.
         arch: "sm_90", "gfx942" ...
-        prefetch: whether the state is read before the kernel ahead on the stream has ended.
+        prefetch: whether the state may be read before the kernel ahead on the stream has ended.
     """
+    early = prefetch and has_pdl(arch)
     dim, itemsize = spec.head_dim, spec.state_dtype.itemsize
     # As many threads as D on NVIDIA, so that each small input is loaded once, by one thread an element; 16 lanes with
     # 16 bytes each to a state row.
@@ -64,10 +70,12 @@ def shapes(spec: Specialization, arch: str, prefetch: bool) -> tuple[tuple[float
         return (many,)
     if itemsize == 2:
         # Half the registers of fp32: all tiles of two programs fit beside each other, six tiles of four.
-        return (2 * SMS, Shape(warps, lane_k, ahead=tiles)), (4 * SMS, Shape(warps, lane_k, ahead=6)), many
+        some = Shape(warps, lane_k, ahead=6 if early else 4)
+        return (2 * SMS, Shape(warps, lane_k, ahead=tiles)), (4 * SMS, some), many
     # One program to a multiprocessor: 8 lanes to a row, since exchanges cost more here than registers.
-    few = Shape(warps, lane_k // 2, ahead=tiles if prefetch else 6)
-    return (SMS, few), (2 * SMS, Shape(warps, lane_k, ahead=6 if prefetch else 4)), many
+    few = Shape(warps, lane_k // 2, ahead=tiles if early else 6)
+    some = Shape(warps, lane_k, ahead=6 if early else 4)
+    return (SMS, few), (2 * SMS, some), many
 
 
 def choose(spec: Specialization, arch: str, batch: int, prefetch: bool) -> Shape:
