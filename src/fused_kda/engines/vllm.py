@@ -71,6 +71,7 @@ def provide_op(custom_ops: Any, mode: str) -> str:
         return "defined _C::fused_kda_decode, which this build lacks"
     own = custom_ops.fused_kda_decode
     route = Route("vllm")
+    ours: dict[object, bool] = {}
 
     def fused_kda_decode(
         x: torch.Tensor,
@@ -94,9 +95,10 @@ def provide_op(custom_ops: Any, mode: str) -> str:
             "A_log": A_log, "dt_bias": dt_bias, "state_indices": state_indices, "state": state, "out": out,
             "lower_bound": lower_bound, "output_gate": output_gate, "norm_weight": norm_weight, "norm_eps": norm_eps,
         }  # fmt: skip
-        done = None
-        if mode == "replace" or not _native_covers(x, conv_state, state):
-            done = route.decode(kind_of(call), call)
+        kind = kind_of(call)
+        if kind not in ours:
+            ours[kind] = mode == "replace" or not _native_covers(x, conv_state, state)
+        done = route.decode(kind, call) if ours[kind] else None
         result: torch.Tensor = own(**call) if done is None else done
         return result
 
