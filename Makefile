@@ -1,17 +1,20 @@
 # Every target sets up what it needs in a virtual environment of its own and uses nothing else.
 #   make demo        a small KDA model answers three word problems, then 100 more are marked
 #   make test        the tests that need no GPU
+#   make static      compile every kernel for every architecture, and compare with the lock files (minutes)
 #   make lint        ruff, mypy, clang-format
 #   make gpu-test    the tests that need a CUDA device
 #   make sanitize    the CUDA kernel under compute-sanitizer (needs a GPU)
 #   make bench       time the backends against the memory system's limit (needs a GPU)
 #   make lock        renew the committed figures of the static proofs
 #   make docs        write the pages that are generated
-# Variables: PYTHON (3.10 to 3.12), VENV, JOBS (test processes), PIP_FLAGS (e.g. an index with CPU builds of torch).
+# Variables: PYTHON (3.10 to 3.12), VENV, JOBS (test processes), TESTS (pytest's -m for `make test`), PIP_FLAGS (e.g. an
+# index with CPU builds of torch).
 
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+TESTS ?= not gpu and not static
 PIP_FLAGS ?=
 
 BIN := $(VENV)/bin
@@ -26,7 +29,7 @@ else
 DEV_EXTRAS := dev,plot
 endif
 
-.PHONY: demo test lint format gpu-test sanitize bench lock docs clean
+.PHONY: demo test static lint format gpu-test sanitize bench lock docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fused-kda generate "Mia has 20 nuts. Priya has 17 more nuts than Mia. How many nuts do Mia and Priya have in total?"
@@ -34,8 +37,13 @@ demo: $(VENV)/.installed
 	$(BIN)/fused-kda generate "A book has 126 pages. Lily reads 51 pages on Monday and 56 on Sunday. How many pages does she still have to read?"
 	$(BIN)/fused-kda eval --limit 100 --min-exact-match 0.9
 
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
 test: $(VENV)/.installed-dev
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadgroup
+	$(PYTEST) -m "$(TESTS)"
+
+static: $(VENV)/.installed-dev
+	$(PYTEST) -m static
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

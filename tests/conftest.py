@@ -48,11 +48,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        # One process compiles an architecture's listed kernels, and all tests of them read that.
-        if parallel and item.path.stem.endswith("_static") and isinstance(item, pytest.Function):
-            arch = item.callspec.params.get("arch") if hasattr(item, "callspec") else None
+        if item.path.stem.endswith("_static") and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            arch = item.callspec.params.get("arch")
             if arch is not None:
-                item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {arch}"))
+                item.add_marker(pytest.mark.static)
+                if parallel:  # one process compiles an architecture's listed kernels, and all tests of them read that
+                    item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {arch}"))
 
 
 @pytest.fixture(params=_runnable())
