@@ -119,8 +119,8 @@ def test_what_is_read_before_the_kernel_ahead_has_ended(arch: str, batch: int) -
     """Without prefetch nothing; with it all but x, raw_g, raw_beta, output_gate and later tiles. Never a store."""
     for extra in ((), ("prefetch",)):
         case = Case(arch, batch=batch, extra=extra)
-        _, sass = inspect.disassembled(compiled(case.build(), arch))
-        order = re.findall(r"\b(LDG|STG|ACQBULK|PREEXIT|EXIT)\b", sass)
+        text = inspect.disassembled(compiled(case.build(), arch))
+        order = re.findall(r"\b(LDG|STG|ACQBULK|PREEXIT|EXIT)\b", text)
         wait = order.index("ACQBULK")
         early, late = order[:wait], order[wait:]
         assert set(early) == ({"LDG"} if extra else set())

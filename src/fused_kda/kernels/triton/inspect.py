@@ -158,27 +158,29 @@ def cases(arch: str) -> list[Case]:
     """The static matrix of one architecture.
 
     AMD, where nothing else can be proved without hardware: both layouts, both gates, norm on and off, all of
-    :data:`HEADS`, both state dtypes. NVIDIA: the same at H = 12, and each launch shape. Both: one case for every other
-    thing that changes the code.
+    :data:`HEADS`, both state dtypes, then one case for every other thing that changes the code. NVIDIA: both layouts
+    and dtypes with either half of the features, what costs most registers, and each launch shape.
     """
-    heads = HEADS if arch.startswith("gfx") else (12,)
     layouts: tuple[LayoutKind, ...] = ("SD", "DS")
     dtypes = (torch.float32, torch.bfloat16)
+    flags = (True, False)
+    amd = arch.startswith("gfx")
+    gates_and_norms = list(itertools.product(flags, flags)) if amd else [(True, True), (False, False)]
     matrix = [
-        Case(arch, count, 128, layout, dtype, bounded, norm)
-        for count, layout, dtype, bounded, norm in itertools.product(
-            heads, layouts, dtypes, (True, False), (True, False)
-        )
+        Case(arch, heads, 128, layout, dtype, bounded, norm)
+        for heads, layout, dtype in itertools.product(HEADS if amd else (12,), layouts, dtypes)
+        for bounded, norm in gates_and_norms
     ]
     matrix += [Case(arch, 12, dim, "DS", dtype) for dim in (64, 256) for dtype in dtypes]
-    matrix += [Case(arch, extra=extra) for extra in (("mask", "bias"), ("w2",), ("checkpoint",), ("unaligned",))]
-    matrix.append(Case(arch, layout="DS", extra=("spare",)))
-    if arch.startswith("sm_"):
-        early: tuple[tuple[str, ...], ...] = ((), ("prefetch",)) if has_pdl(arch) else ((),)
-        for extra, dtype in itertools.product(early, dtypes):
-            batches = (1, 32) if dtype == torch.bfloat16 else (1, 16)  # for H = 12, the shapes of smaller grids
-            matrix += [Case(arch, state_dtype=dtype, batch=batch, extra=extra) for batch in batches]
-            matrix += [Case(arch, state_dtype=dtype, extra=extra)] if extra else []
+    matrix += [Case(arch, extra=extra) for extra in (("mask", "bias"), ("unaligned",))]
+    if amd:
+        matrix += [Case(arch, extra=(extra,)) for extra in ("w2", "checkpoint")]
+        matrix.append(Case(arch, layout="DS", extra=("spare",)))
+        return matrix
+    matrix += [Case(arch, state_dtype=dtype, batch=1) for dtype in dtypes]
+    if has_pdl(arch):
+        for dtype, batches in zip(dtypes, ((1, 16, MANY_ROWS), (1, 32, MANY_ROWS)), strict=True):
+            matrix += [Case(arch, state_dtype=dtype, batch=batch, extra=("prefetch",)) for batch in batches]
     return matrix
 
 
@@ -217,37 +219,34 @@ def _amd(kernel: CompiledKernel) -> Figures:
     )
 
 
-def disassembled(kernel: CompiledKernel) -> tuple[str, str]:
-    """What cuobjdump, which comes with Triton, says of an NVIDIA kernel: its resources, and its instructions."""
+def disassembled(kernel: CompiledKernel) -> str:
+    """What cuobjdump, which comes with Triton, says of an NVIDIA kernel: its resources and its instructions."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage, sass = (
-            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("--dump-resource-usage", "--dump-sass")
-        )
-    return usage, sass
+        command = [str(tool), "-sass", "-res-usage", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _nvidia(kernel: CompiledKernel) -> Figures:
-    usage, sass = disassembled(kernel)
+    text = disassembled(kernel)
 
     def resource(name: str) -> int:
-        return int(_only(re.findall(rf"\b{name}:(\d+)", usage), name))
+        return int(_only(re.findall(rf"\b{name}:(\d+)", text), name))
 
     registers = resource("REG")
     return Figures(
         registers=registers,
         scalar_registers=0,
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", text)),
         scratch_bytes=resource("STACK") + resource("LOCAL"),
         shared_bytes=int(kernel.metadata.shared),
         # 16,384 registers per sub-partition, handed out to a warp in units of 256.
         occupancy=16384 // (-(-registers * 32 // 256) * 256),
-        wide_loads=len(re.findall(r"\bLDG\S*\.128\b", sass)),
-        wide_stores=len(re.findall(r"\bSTG\S*\.128\b", sass)),
-        lane_ops=len(re.findall(r"\bSHFL\b", sass)),
+        wide_loads=len(re.findall(r"\bLDG\S*\.128\b", text)),
+        wide_stores=len(re.findall(r"\bSTG\S*\.128\b", text)),
+        lane_ops=len(re.findall(r"\bSHFL\b", text)),
     )
 
 
