@@ -56,6 +56,11 @@ class ConvLayout:
         """Elements of one dense slot, spare taps included."""
         return self.channels * self.taps
 
+    @property
+    def storage_shape(self) -> tuple[int, int]:
+        """Shape of one dense slot in the order in which it is stored."""
+        return (self.taps, self.channels) if self.kind == "SD" else (self.channels, self.taps)
+
     def span(self, window: int) -> int:
         """Elements from a slot's first to its last touched element, inclusive, when ``window`` taps are in use."""
         return (self.channels - 1) * self.channel_stride + (window - 1) * self.tap_stride + 1
@@ -92,7 +97,7 @@ def conv_view(storage: torch.Tensor, layout: ConvLayout, window: int) -> torch.T
     Returns:
         A view; no copy.
     """
-    inner = (layout.taps, layout.channels) if layout.kind == "SD" else (layout.channels, layout.taps)
+    inner = layout.storage_shape
     if tuple(storage.shape[1:]) != inner:
         raise ValueError(
             f"storage: expected [slots, {inner[0]}, {inner[1]}] for {layout.kind}, got {list(storage.shape)}"
@@ -120,8 +125,7 @@ def convert_conv_state(conv_state: torch.Tensor, kind: LayoutKind, *, spare_taps
         raise ValueError(f"spare_taps: expected >= 0, got {spare_taps}")
     slots, channels, window = conv_state.shape
     layout = ConvLayout(kind, channels, window + spare_taps)
-    inner = (layout.taps, channels) if kind == "SD" else (channels, layout.taps)
-    view = conv_view(conv_state.new_zeros((slots, *inner)), layout, window)
+    view = conv_view(conv_state.new_zeros((slots, *layout.storage_shape)), layout, window)
     view.copy_(conv_state)
     return view
 
@@ -271,8 +275,7 @@ class PageLayout:
                 f"storage: expected uint8 [slots, {self.page_bytes}], got {storage.dtype} {list(storage.shape)}"
             )
         slots = storage.shape[0]
-        inner = (self.conv.taps, self.conv.channels) if self.conv.kind == "SD" else (self.conv.channels, self.conv.taps)
-        conv = from_dlpack(storage).view(self.conv_dtype)[:, : self.conv.elements].view(slots, *inner)
+        conv = from_dlpack(storage).view(self.conv_dtype)[:, : self.conv.elements].view(slots, *self.conv.storage_shape)
         first = self.conv_bytes // self.state_dtype.itemsize
         count = self.heads * self.head_dim * self.head_dim
         state = from_dlpack(storage).view(self.state_dtype)[:, first : first + count]

@@ -114,8 +114,7 @@ class StatePool:
                 raise TypeError(f"{name}: expected {' or '.join(map(str, allowed))}, got {dtype}")
         self.slots = slots
         self.null_slot = null_slot
-        channels = 3 * heads * head_dim
-        conv_layout = ConvLayout(layout, channels, conv_width - 1 + spare_taps)
+        conv_layout = ConvLayout(layout, 3 * heads * head_dim, conv_width - 1 + spare_taps)
         self._layers: list[LayerPool] = []
         for _ in range(layers):
             if page_shared:
@@ -123,8 +122,7 @@ class StatePool:
                 storage = torch.zeros(slots, pages.page_bytes, dtype=torch.uint8, device=device)
                 conv_state, state = pages.views(storage, conv_width - 1)
             else:
-                inner = (conv_layout.taps, channels) if layout == "SD" else (channels, conv_layout.taps)
-                conv = torch.zeros(slots, *inner, dtype=conv_dtype, device=device)
+                conv = torch.zeros(slots, *conv_layout.storage_shape, dtype=conv_dtype, device=device)
                 conv_state = conv_view(conv, conv_layout, conv_width - 1)
                 state = torch.zeros(slots, heads, head_dim, head_dim, dtype=state_dtype, device=device)
             self._layers.append(LayerPool(conv_state, state, null_slot))

@@ -93,11 +93,10 @@ def make_layers(cell: Cell, device: torch.device) -> list[Call]:
     layout = ConvLayout(cell.layout, 3 * inner, WIDTH - 1)
     layers = []
     for _ in range(cell.layers):
-        inside = (WIDTH - 1, 3 * inner) if cell.layout == "SD" else (3 * inner, WIDTH - 1)
         order = torch.randperm(batch, generator=generator, device=device) + 1
         arguments = {
             **shared,
-            "conv_state": conv_view(normal(slots, *inside), layout, WIDTH - 1),
+            "conv_state": conv_view(normal(slots, *layout.storage_shape), layout, WIDTH - 1),
             "state": normal(slots, heads, DIM, DIM, std=0.3, dtype=cell.state_dtype),
             "state_indices": order.to(torch.int32),
             "out": torch.full((batch, heads, DIM), float("nan"), dtype=torch.bfloat16, device=device),

@@ -163,13 +163,13 @@ def shape_problem(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     taps = conv_width - 1
-    stored = (1, taps, 3 * inner) if layout == "SD" else (1, 3 * inner, taps)
+    conv_layout = ConvLayout(layout, 3 * inner, taps)
     gate = empty(1, heads, head_dim, dtype=dtype)
     return decode_problem(
         x=empty(1, 3 * inner, dtype=dtype),
         weight=empty(3, conv_width, inner),
         bias=None,
-        conv_state=conv_view(empty(*stored, dtype=dtype), ConvLayout(layout, 3 * inner, taps), taps),
+        conv_state=conv_view(empty(1, *conv_layout.storage_shape, dtype=dtype), conv_layout, taps),
         raw_g=gate,
         raw_beta=empty(1, heads, dtype=dtype),
         A_log=empty(heads),

@@ -207,8 +207,7 @@ def _pools(wanted: Draw, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     conv_storage = torch.full((slots, layout.elements + wanted.guard), float("nan"), dtype=wanted.dtype)
     dense = heads * dim * dim
     state_storage = torch.full((slots, dense + wanted.guard), float("nan"), dtype=wanted.state_dtype)
-    inner = (layout.taps, layout.channels) if layout.kind == "SD" else (layout.channels, layout.taps)
-    conv = conv_storage[:, : layout.elements].unflatten(1, inner)  # type: ignore[no-untyped-call]
+    conv = conv_storage[:, : layout.elements].unflatten(1, layout.storage_shape)  # type: ignore[no-untyped-call]
     return conv_view(conv, layout, window), state_storage[:, :dense].view(slots, heads, dim, dim)
 
 
