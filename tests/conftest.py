@@ -12,6 +12,8 @@ from fused_kda import api, gates
 from fused_kda.testing.battery import NotRun, Subject, default_size
 from fused_kda.testing.problems import Call
 
+pytest_plugins = ("recording",)
+
 # The same examples in every run, here and in CI: a failure can always be repeated.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=False)
 hypothesis.settings.load_profile("repeatable")

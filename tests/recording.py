@@ -1,0 +1,131 @@
+"""A pytest plugin: ``--record-cases FILE`` writes which public faults (``@pytest.mark.case``) were tested, and how.
+
+The file is what ``docs/render_reliability.py`` makes its table from. A test that was skipped is recorded as not run, with
+its reason. The backend is that of the test's ``subject``, else of its ``backend`` parameter or marker; tests of what no
+backend decides (transfer, caches, the compiler's view) stand under "none".
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import time
+from collections import Counter
+from collections.abc import Generator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+OUTCOMES = ("passed", "failed", "not run")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-cases", metavar="FILE", help="write the outcome of every public fault's tests as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "case(*numbers, backend=None): the public faults, by number, that a test is about"
+    )
+    target = config.getoption("--record-cases")
+    if target and not hasattr(config, "workerinput"):  # with xdist, the controller sees every report
+        config.pluginmanager.register(Recorder(Path(target)), "case-recorder")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    numbers = sorted({number for mark in item.iter_markers("case") for number in mark.args})
+    if numbers:
+        name = item.originalname if isinstance(item, pytest.Function) else item.name
+        test = f"{item.path.relative_to(item.config.rootpath).as_posix()}::{name}"
+        report.user_properties.append(("case", [numbers, _backend(item), test]))
+    return report
+
+
+def _backend(item: pytest.Item) -> str:
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    if "subject" in given:
+        backend, device = given["subject"]
+        return f"{backend} on {device.type}"
+    named = given.get("backend") or next((m.kwargs["backend"] for m in item.iter_markers("case") if m.kwargs), "none")
+    return str(named) if named == "none" else f"{named} on {'cuda' if item.get_closest_marker('gpu') else 'cpu'}"
+
+
+class Recorder:
+    """Collects the reports of one run and writes them at its end."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.outcomes: dict[str, tuple[list[int], str, str, str, str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        case = dict(report.user_properties).get("case")
+        if case is None:
+            return
+        outcome, reason = report.outcome, ""
+        if report.skipped:
+            outcome = "not run"
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        worst = self.outcomes.get(report.nodeid)
+        if worst is None or worst[3] == "passed":  # set-up, call and tear-down report in turn
+            self.outcomes[report.nodeid] = (*case, outcome, reason.removeprefix("Skipped: "))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        cases: dict[int, dict[str, Any]] = {}
+        for numbers, backend, test, outcome, reason in self.outcomes.values():
+            for number in numbers:
+                cell = cases.setdefault(number, {}).setdefault(
+                    backend, {"counts": Counter(), "tests": set(), "reasons": set()}
+                )
+                cell["counts"][outcome] += 1
+                cell["tests"].add(test)
+                cell["reasons"] |= {reason} - {""}
+        record = {
+            "command": _command(session.config.invocation_params.args),
+            "machine": machine(),
+            "cases": {
+                str(number): {
+                    backend: {
+                        **{outcome: cell["counts"][outcome] for outcome in OUTCOMES},
+                        "tests": sorted(cell["tests"]),
+                        "reasons": sorted(cell["reasons"]),
+                    }
+                    for backend, cell in sorted(cells.items())
+                }
+                for number, cells in sorted(cases.items())
+            },
+        }
+        self.target.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The run's command line, with a shell's quotes, and only the name of the file that is written."""
+    words = [argument.split("/")[-1] if argument.endswith(".json") else argument for argument in map(str, arguments)]
+    return shlex.join(["pytest", *words])
+
+
+def machine() -> dict[str, str]:
+    """Where and with what the tests ran."""
+    gpu = torch.cuda.is_available()
+    versions = {name: metadata.version(name) for name in ("torch", "triton") if _installed(name)}
+    return {
+        "device": torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU",
+        "python": platform.python_version(),
+        **versions,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
