@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ K3 = ModelConfig(hidden_size=64, num_layers=2, num_heads=4, head_dim=16, mlp_siz
 LINEAR = ModelConfig(
     hidden_size=64, num_layers=2, num_heads=4, head_dim=16, mlp_size=96, lower_bound=None, full_rank_gate=False
 )
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a CUDA device for each of two ranks")
 PROMPTS = ([5, 17, 40, 8, 61], [33, 2])
 STEPS = 12
 
@@ -29,35 +31,43 @@ def generate(model: LanguageModel) -> tuple[list[list[int]], torch.Tensor]:
     """Greedy tokens of both prompts, and the logits of all steps ``[steps, prompts, V]``."""
     pool = model.new_pool(2, layout="DS")
     slots = pool.allocate(2)
-    prompt = torch.tensor([token for tokens in PROMPTS for token in tokens])
+    prompt = torch.tensor([token for tokens in PROMPTS for token in tokens], device=model.device)
     logits = [model.prefill(prompt, pool, slots, lengths=[len(tokens) for tokens in PROMPTS])]
     for _ in range(STEPS):
-        logits.append(model.decode(logits[-1].argmax(-1), pool, torch.tensor(slots)))
+        logits.append(model.decode(logits[-1].argmax(-1), pool, torch.tensor(slots, device=model.device)))
     return torch.stack(logits).argmax(-1).tolist(), torch.stack(logits)
 
 
-def rank_main(rank: int, folder: Path, cases: Sequence[tuple[str, torch.dtype]], answers: Any) -> None:
-    """One rank of two: run every case and report."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+def rank_main(rank: int, folder: Path, cases: Sequence[tuple[str, torch.dtype]], device: str, answers: Any) -> None:
+    """One rank of two, on the CPU or a GPU of its own: run every case and report."""
     torch.set_num_threads(1)
+    if device == "cuda":
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(device)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     results = []
     for name, dtype in cases:
-        model = read_model(folder / name, dtype=dtype, parallel=TensorParallel.of())
+        model = read_model(folder / name, dtype=dtype, device=device, parallel=TensorParallel.of())
         tokens, logits = generate(model)
         results.append((model.new_pool(1).layer(0).state.shape[1], tokens, logits.tolist()))
     answers.put((rank, results))
     dist.destroy_process_group()
 
 
-def test_two_ranks_give_the_answers_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, TWO_GPUS])])
+def test_two_ranks_give_the_answers_of_one(tmp_path: Path, device: str) -> None:
     torch.manual_seed(0)
     save_model(LanguageModel(K3), tmp_path / "k3")
     save_model(LanguageModel(LINEAR), tmp_path / "linear")
+    save_model(LanguageModel(replace(K3, head_dim=128)), tmp_path / "wide")
     cases = [("k3", torch.float32), ("linear", torch.float32), ("k3", torch.bfloat16)]
+    if device == "cuda":
+        cases += [("wide", torch.float32), ("wide", torch.bfloat16)]  # the latter runs the one-launch kernel
     context = multiprocessing.get_context("forkserver")  # one import of torch for both
     context.set_forkserver_preload(["fused_kda.nn.language_model"])
     answers = context.Queue()
-    ranks = [context.Process(target=rank_main, args=(rank, tmp_path, cases, answers)) for rank in range(2)]
+    ranks = [context.Process(target=rank_main, args=(rank, tmp_path, cases, device, answers)) for rank in range(2)]
     for process in ranks:
         process.start()
     by_rank = dict(answers.get(timeout=120) for _ in ranks)
@@ -65,13 +75,13 @@ def test_two_ranks_give_the_answers_of_one(tmp_path: Path) -> None:
         process.join(30)
         assert process.exitcode == 0
     for number, (name, dtype) in enumerate(cases):
-        expected_tokens, expected = generate(read_model(tmp_path / name, dtype=dtype))
+        expected_tokens, expected = generate(read_model(tmp_path / name, dtype=dtype, device=device))
         (heads, tokens, logits), (_, other_tokens, other_logits) = (by_rank[rank][number] for rank in range(2))
         assert heads == 2
         assert logits == other_logits  # the same bits on both ranks, or their answers could part
         assert tokens == other_tokens
         if dtype == torch.float32:
-            error = (torch.tensor(logits) - expected).abs().max() / expected.abs().max()
+            error = (torch.tensor(logits) - expected.cpu()).abs().max() / expected.abs().max().item()
             assert error <= 1e-5
             assert tokens == expected_tokens
 

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 
 from fused_kda.pool import StatePool
 from fused_kda.transfer import Offer, TransferAgent, TransferError
@@ -47,15 +48,39 @@ def test_workers_answer_as_one_process_does(layout: str, prefill: int, decode: i
     assert "#### 4" in run.stdout
 
 
-def own_slots(pipe: Connection) -> None:
+def own_slots(pipe: Connection, device: str) -> None:
     """Offer slots and do nothing more."""
-    pool = StatePool(8, 5, 8)
+    pool = StatePool(8, 5, 8, device=device)
     agent = TransferAgent("owner", pool)
     slots = pool.allocate(4)
     for index in range(pool.layers):
-        pool.layer(index).state.fill_(1.0)
+        pool.layer(index).conv_state.fill_(2.0)
+        pool.layer(index).state.fill_(1.0 + index)
     pipe.send((agent.handshake(), agent.offer(slots).to_json()))
     time.sleep(300)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="the two processes need a CUDA device each")
+def test_slots_travel_from_one_device_to_another() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    owner = context.Process(target=own_slots, args=(theirs, "cuda:0"), daemon=True)
+    owner.start()
+    theirs.close()  # so that this process sees the end of an owner that dies
+    pool = StatePool(8, 9, 8, device="cuda:1")
+    target = TransferAgent("reader", pool)
+    handshake, offered = ours.recv()
+    target.connect(handshake)
+    slots = target.pull([Offer.from_json(offered)])
+    for index in range(pool.layers):
+        layer = pool.layer(index)
+        assert (layer.conv_state[slots] == 2.0).all()
+        assert (layer.state[slots] == 1.0 + index).all()
+        assert not layer.state[[slot for slot in range(pool.slots) if slot not in slots]].any()
+    target.close()
+    owner.kill()
+    owner.join()
 
 
 def test_an_owner_that_is_killed_in_mid_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +88,9 @@ def test_an_owner_that_is_killed_in_mid_transfer(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pull_module, "WINDOW", 1)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    owner = context.Process(target=own_slots, args=(theirs,), daemon=True)
+    owner = context.Process(target=own_slots, args=(theirs, "cpu"), daemon=True)
     owner.start()
+    theirs.close()  # so that this process sees the end of an owner that dies
     pool = StatePool(8, 5, 8)
     target = TransferAgent("reader", pool, timeout=5.0)
     handshake, offered = ours.recv()
