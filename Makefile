@@ -4,7 +4,7 @@
 #   make static      compile every kernel for every architecture, and compare with the lock files (minutes)
 #   make lint        ruff, mypy, clang-format
 #   make gpu-test    the tests that need a CUDA device
-#   make sanitize    the CUDA kernel under compute-sanitizer (needs a GPU)
+#   make sanitize    the GPU kernels under compute-sanitizer, and a fault for each of its tools to find (needs a GPU)
 #   make bench       time the backends against the memory system's limit (needs a GPU)
 #   make lock        renew the committed figures of the static proofs
 #   make docs        write the pages that are generated
@@ -67,12 +67,8 @@ lock: $(VENV)/.installed-dev
 	$(BIN)/python -m fused_kda.kernels.cuda.inspect --write
 	$(BIN)/python -m fused_kda.kernels.triton.inspect --write
 
-# API errors are the driver entry points that the bindings look for and this driver lacks.
-SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no --kernel-name kns=fused_kda_decode
-
 sanitize: $(VENV)/.installed-dev
-	for tool in memcheck racecheck synccheck initcheck; do \
-	  $(SANITIZE) --tool $$tool $(BIN)/python tests/kernels/sanitize_cuda.py || exit 1; done
+	PYTHONPATH=tests $(BIN)/python -m kernels.sanitize_run
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/render_gates.py

@@ -10,11 +10,9 @@
 //
 // o is taken from the decayed, not yet updated state, so that one pass gives both dot products. q and k enter the dots
 // unnormalised; their norms are three more dots of the same lanes and scale the sums afterwards.
-//
 // Bits do not depend on the launch shape: a dot over K is always the same 16 lanes with the same 8 elements each,
 // summed in one order, and the mean over V is always one tree over 128 values in shared memory, wherever they were
 // computed. Contraction is off (--fmad=false); every fused multiply-add is written out.
-//
 // NVRTC compiles this file alone, without includes. The macros (specialisation, launch shape) come from compile.py.
 
 using u8 = unsigned char;
@@ -390,6 +388,9 @@ __cluster_dims__(SPLIT, 1, 1)
     if (section == V) gain = present<NORM> ? to_float(item.norm) * sigmoid(to_float(item.act)) : 1.0f;
   }
   __syncthreads();
+#ifdef FUSED_KDA_FAULT  // a statement that only the sanitizer lane defines, to show that its tools see a fault
+  FUSED_KDA_FAULT;
+#endif
   if (thread == 0) {  // bytes may arrive before they are expected
 #pragma unroll
     for (int i = 0; BULK && started && i < PASSES / CHUNK; ++i)
