@@ -16,8 +16,13 @@ from typing import Any
 
 import torch
 
+from fused_kda.testing.compare import ROUNDOFF, check_close, check_equal, within_range
+from fused_kda.testing.problems import Call
+
 #: Roundings granted to exp, log1p and a square root: libraries are good to about one unit in the last place (two u).
 FUNCTION = 4.0
+#: The bounds are of first order and count this oracle's operations, not those of what it judges.
+SAFETY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,36 @@ def decode(arguments: Mapping[str, Any]) -> Result:
     return result
 
 
+def allowed(exact: torch.Tensor, error: torch.Tensor, compute: torch.dtype, stored: torch.dtype) -> torch.Tensor:
+    """Absolute tolerance: the error's bound at the compute dtype's roundoff, then one rounding on storing."""
+    computed = SAFETY * ROUNDOFF[compute] * error
+    return computed + ROUNDOFF[stored] * (exact.abs() + computed) + torch.finfo(stored).tiny
+
+
+def agree(call: Call) -> None:
+    """Run the call on the reference and compare everything with this oracle: also what must not change.
+
+    Raises:
+        AssertionError: what is off. Heads that the compute dtype cannot hold are not compared.
+    """
+    before = call.clone()
+    want, judged = decode(call.arguments), within_range(call)
+    spec = call.problem.spec
+    compute = torch.float64 if spec.dtype == torch.float64 else torch.float32
+
+    out = call.run("reference").reshape(call.problem.batch, spec.heads, spec.head_dim)
+    null = [row for row in range(call.problem.batch) if row not in call.live]
+    assert torch.count_nonzero(out[null]) == 0
+    for row, slot, heads in zip(call.live, call.slots, judged, strict=True):
+        check_equal(f"window of slot {slot}", call.arguments["conv_state"][slot], want.windows[slot])
+        exact, error = want.out[row][heads], want.out_error[row][heads]
+        check_close(f"out of row {row}", out[row][heads], exact, allowed(exact, error, compute, spec.dtype))
+        exact, error = want.states[slot][heads], want.state_errors[slot][heads]
+        state = call.arguments["state"][slot][heads]
+        check_close(f"state of slot {slot}", state, exact, allowed(exact, error, compute, spec.state_dtype))
+    assert call.touched_elsewhere(before) == []
+
+
 def _reals(tensor: torch.Tensor, *shape: int) -> list[Any]:
     """Nested lists of exact reals in the given shape."""
 
@@ -131,7 +166,9 @@ def _reals(tensor: torch.Tensor, *shape: int) -> list[Any]:
 
 def _sum(terms: Sequence[Real]) -> Real:
     size = sum(abs(term.value) for term in terms)
-    return Real(math.fsum(term.value for term in terms), sum(t.error for t in terms) + (len(terms) - 1) * size)
+    values = [term.value for term in terms]
+    total = math.fsum(values) if math.isfinite(size) else sum(values)  # fsum refuses infinities of both signs
+    return Real(total, sum(t.error for t in terms) + (len(terms) - 1) * size)
 
 
 def _dot(left: Sequence[Real], right: Sequence[Real]) -> Real:

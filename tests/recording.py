@@ -1,8 +1,9 @@
 """A pytest plugin: ``--record-cases FILE`` writes which public faults (``@pytest.mark.case``) were tested, and how.
 
-The file is what ``docs/render_reliability.py`` makes its table from. A test that was skipped is recorded as not run, with
-its reason. The backend is that of the test's ``subject``, else of its ``backend`` parameter or marker; tests of what no
-backend decides (transfer, caches, the compiler's view) stand under "none".
+``docs/render_reliability.py`` makes its table from that file. A skipped test is recorded as not run, with its reason.
+The backend is that of the test's ``subject``, else of its ``backend`` parameter or marker; tests of what no backend
+decides (transfer, caches, the compiler's view) stand under "none". Fuzz tests say with ``record_property("fuzz", ...)``
+how many problems they tried.
 """
 
 from __future__ import annotations
@@ -64,9 +65,14 @@ class Recorder:
     def __init__(self, target: Path) -> None:
         self.target = target
         self.outcomes: dict[str, tuple[list[int], str, str, str, str]] = {}
+        self.fuzz: dict[str, Counter[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        case = dict(report.user_properties).get("case")
+        properties = dict(report.user_properties)
+        if "fuzz" in properties and report.when == "teardown":
+            backend, counts = properties["fuzz"]
+            self.fuzz.setdefault(backend, Counter()).update(counts)
+        case = properties.get("case")
         if case is None:
             return
         outcome, reason = report.outcome, ""
@@ -90,6 +96,7 @@ class Recorder:
         record = {
             "command": _command(session.config.invocation_params.args),
             "machine": machine(),
+            "fuzz": {backend: dict(counts) for backend, counts in sorted(self.fuzz.items())},
             "cases": {
                 str(number): {
                     backend: {

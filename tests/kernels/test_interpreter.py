@@ -24,7 +24,12 @@ LEAST = 100
 @pytest.mark.parametrize("backend", ["triton", "chain"])
 def test_battery_and_public_faults(backend: str) -> None:
     command = [sys.executable, "-m", "pytest", "-m", "not gpu", "-k", f"{backend}-cpu", "-p", "no:cacheprovider"]
-    command += ["tests/cases", "tests/kernels/test_every_backend.py", "tests/kernels/test_chain.py"]
+    command += [
+        "tests/cases",
+        "tests/test_fuzz.py",
+        "tests/kernels/test_every_backend.py",
+        "tests/kernels/test_chain.py",
+    ]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -9,89 +9,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import oracle
 from fused_kda.testing.battery import take
-from fused_kda.testing.compare import ROUNDOFF, Mismatch, check_close, check_equal
+from fused_kda.testing.compare import Mismatch, check_close, check_equal
 from fused_kda.testing.problems import Call, Draw, draw
+from strategies import SCALAR, problems
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-
-
-#: The bounds are of first order and count the oracle's operations, not the reference's.
-SAFETY = 2.0
-
-
-def allowed(exact: torch.Tensor, error: torch.Tensor, compute: torch.dtype, stored: torch.dtype) -> torch.Tensor:
-    """Absolute tolerance: the oracle's error bound at the compute dtype's roundoff, then one rounding on storing."""
-    computed = SAFETY * ROUNDOFF[compute] * error
-    return computed + ROUNDOFF[stored] * (exact.abs() + computed) + torch.finfo(stored).tiny
-
-
-def agree(call: Call) -> None:
-    """Run the call on the reference and compare everything with the scalar oracle: also what must not change."""
-    before = call.clone()
-    want = oracle.decode(call.arguments)
-    out = call.run("reference")
-
-    spec = call.problem.spec
-    compute = FP64 if spec.dtype == FP64 else FP32
-    rows = out.reshape(call.problem.batch, spec.heads, spec.head_dim)
-    null = [row for row in range(call.problem.batch) if row not in call.live]
-    assert torch.count_nonzero(rows[null]) == 0
-    check_close("out", rows, want.out, allowed(want.out, want.out_error, compute, spec.dtype))
-    for slot in call.slots:
-        check_equal(f"window of slot {slot}", call.arguments["conv_state"][slot], want.windows[slot])
-        exact = want.states[slot]
-        tolerance = allowed(exact, want.state_errors[slot], compute, spec.state_dtype)
-        check_close(f"state of slot {slot}", call.arguments["state"][slot], exact, tolerance)
-    assert call.touched_elsewhere(before) == []
-
-
-@st.composite
-def draws(pick: st.DrawFn) -> Draw:
-    """Any call the contract allows, small."""
-    dtype = pick(st.sampled_from((BF16, FP16, FP32, FP64)))
-    states = (FP32, BF16, FP64) if dtype == FP64 else (FP32, BF16)
-    params = tuple(dict.fromkeys((FP32, BF16, dtype)))
-    batch = pick(st.integers(1, 5))
-    layout = pick(st.sampled_from(("SD", "DS")))
-    heads, dim = pick(st.integers(1, 4)), pick(st.sampled_from((1, 2, 3, 5, 8, 12, 16)))
-    state_dtype = pick(st.sampled_from(states))
-    spare = pick(st.integers(0, 3)) if layout == "DS" else 0
-    width = pick(st.integers(2, 4))
-    conv_bytes = 3 * heads * dim * (width - 1 + spare) * dtype.itemsize
-    return Draw(
-        batch=batch,
-        heads=heads,
-        head_dim=dim,
-        conv_width=width,
-        layout=layout,
-        spare_taps=spare,
-        page_shared=conv_bytes % state_dtype.itemsize == 0 and pick(st.booleans()),
-        guard=pick(st.integers(0, 5)),
-        dtype=dtype,
-        state_dtype=state_dtype,
-        weight_dtype=pick(st.sampled_from(params)),
-        bias_dtype=pick(st.sampled_from((None, *params))),
-        norm_dtype=pick(st.sampled_from((None, *params))),
-        weight_form=pick(st.sampled_from(("planes", "checkpoint", "checkpoint_3d"))),
-        index_dtype=pick(st.sampled_from((torch.int32, torch.int64))),
-        index_stride=pick(st.integers(1, 4)),
-        lower_bound=pick(st.sampled_from((None, -5.0, -0.25))),
-        null_slot=pick(st.sampled_from((0, -1))),
-        null_rows=tuple(sorted(pick(st.sets(st.integers(0, batch - 1), max_size=batch)))),
-        mask=pick(st.booleans()),
-        sliced=pick(st.booleans()),
-        seed=pick(st.integers(0, 2**16)),
-    )
-
-
-@settings(max_examples=400)
-@given(draws())
-def test_any_small_call_agrees_with_the_oracle(wanted: Draw) -> None:
-    agree(draw(wanted))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -105,23 +30,23 @@ def test_any_small_call_agrees_with_the_oracle(wanted: Draw) -> None:
     ids=["plain", "DS-bf16-softplus", "paged-masked-sliced"],
 )
 def test_model_sized_heads_agree_with_the_oracle(head_dim: int, options: dict[str, Any]) -> None:
-    agree(draw(Draw(batch=3, heads=1, head_dim=head_dim, **options)))
+    oracle.agree(draw(Draw(batch=3, heads=1, head_dim=head_dim, **options)))
 
 
 def test_scale_and_eps_are_applied() -> None:
     call = draw(Draw(head_dim=8))
     call.arguments.update(scale=0.37, norm_eps=0.5)
-    agree(call)
+    oracle.agree(call)
     without_norm = draw(Draw(head_dim=8, norm_dtype=None))
     without_norm.arguments["scale"] = 2.0
-    agree(without_norm)
+    oracle.agree(without_norm)
 
 
 def test_the_eps_of_q_and_k_is_added_to_their_sum_of_squares() -> None:
     """Seen only where q and k are small: here their squares sum to about the eps."""
     call = draw(Draw(head_dim=16, norm_dtype=None))
     call.arguments["weight"] *= 1e-3
-    agree(call)
+    oracle.agree(call)
 
 
 @pytest.mark.parametrize("a_log", [3.0, 0.0, -5.0])
@@ -133,7 +58,7 @@ def test_gates_at_their_ends(lower_bound: float | None, a_log: float) -> None:
     call.arguments["dt_bias"].zero_()
     call.arguments["A_log"].fill_(a_log)
     call.arguments["output_gate"].copy_(torch.linspace(-30.0, 30.0, 96).view(3, 2, 16))
-    agree(call)
+    oracle.agree(call)
 
 
 @pytest.mark.parametrize("form", ["[1,B,H,D]", "[B,H,D]", "[B,P]"])
@@ -191,7 +116,7 @@ def test_model_sized_rows_have_the_same_bits_in_any_batch(batch: int, threads: i
 
 
 @settings(max_examples=40)
-@given(draws())
+@given(problems(SCALAR))
 def test_layouts_give_the_same_bits(wanted: Draw) -> None:
     plain = replace(wanted, layout="SD", spare_taps=0, page_shared=False)
     sd = draw(plain)
@@ -264,4 +189,4 @@ def test_the_comparison_has_teeth(name: str, spoil: Callable[[Any], Any]) -> Non
         slot = call.slots[1] if name == "has_initial_state" else call.slots[0]
         got, exact, error, stored = spoilt.arguments["state"][slot], want.states[slot], want.state_errors[slot], FP32
     with pytest.raises(Mismatch, match="beyond the budget"):
-        check_close(name, got, exact, allowed(exact, error, FP32, stored))
+        check_close(name, got, exact, oracle.allowed(exact, error, FP32, stored))
