@@ -5,9 +5,11 @@
 #   make lint        ruff, mypy, clang-format
 #   make gpu-test    the tests that need a CUDA device
 #   make sanitize    the GPU kernels under compute-sanitizer, and a fault for each of its tools to find (needs a GPU)
-#   make bench       time the backends against the memory system's limit (needs a GPU)
+#   make soak        100,000 steps of continuous batching, repeated and followed in float64 (needs a GPU)
+#   make bench       time the backends against the memory system's limit
 #   make lock        renew the committed figures of the static proofs
 #   make docs        write the pages that are generated
+#   make docs-performance  those of them that come from benchmarks/results/
 # Variables: PYTHON (3.10 to 3.12), VENV, JOBS (test processes), TESTS (pytest's -m for `make test`), PIP_FLAGS (e.g. an
 # index with CPU builds of torch).
 
@@ -29,7 +31,7 @@ else
 DEV_EXTRAS := dev,plot
 endif
 
-.PHONY: demo test static lint format gpu-test sanitize bench lock docs clean
+.PHONY: demo test static lint format gpu-test sanitize soak bench lock docs docs-performance clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fused-kda generate "Mia has 20 nuts. Priya has 17 more nuts than Mia. How many nuts do Mia and Priya have in total?"
@@ -70,14 +72,18 @@ lock: $(VENV)/.installed-dev
 sanitize: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(BIN)/python -m kernels.sanitize_run
 
-docs: $(VENV)/.installed
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m fused_kda.testing.soak
+
+docs: $(VENV)/.installed docs-performance
 	$(BIN)/python docs/render_gates.py
 	$(BIN)/python docs/render_engines.py
-	$(BIN)/python -m fused_kda.bench.page
+
+docs-performance: $(VENV)/.installed-dev
+	$(BIN)/python docs/render_performance.py
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python -m fused_kda.bench.decode --backend cuda,chain,triton
-	$(BIN)/python -m fused_kda.bench.page
+	$(BIN)/fused-kda bench
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -189,13 +189,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--backend", default="auto")
     options = parser.parse_args()
-    from fused_kda.bench.decode import machine
+    from fused_kda.bench.results import machine
 
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cuda", torch.cuda.current_device())
     model = make_model(torch.bfloat16, device)
     found = [compare(model, int(batch), options.tokens, options.backend) for batch in options.batches.split(",")]
-    options.json.write_text(json.dumps({"machine": machine(), "cells": found}, indent=1))
+    options.json.write_text(json.dumps({"machine": machine(device), "cells": found}, indent=1))
     for cell in found:
         print(
             f"batch {cell['batch']}: decode step {cell['step_us_own']:.0f} us with fla's own code, "

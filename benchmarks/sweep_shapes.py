@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fused_kda import gates
 from fused_kda.bench.cells import Cell, make_layers
-from fused_kda.bench.decode import machine
-from fused_kda.bench.limit import SHAPES as LIMITS
 from fused_kda.bench.limit import limit_steps
-from fused_kda.bench.timing import time_graphs
+from fused_kda.bench.results import document, write
+from fused_kda.bench.timing import Step, time_providers
 from fused_kda.contract import Tensors
 from fused_kda.kernels.cuda.compile import compile_cubin
 from fused_kda.kernels.cuda.launch import make_launch
@@ -72,7 +73,7 @@ def step(layer: Call, launch: Callable[[Tensors], None]) -> Callable[[], None]:
     return lambda: launch(tensors)
 
 
-def sweep(cell: Cell, prefetch: bool, replays: int) -> dict[str, dict[str, float]]:
+def sweep(cell: Cell, prefetch: bool, replays: int) -> dict[str, dict[str, Any]]:
     """Microseconds per layer of the limit and of every shape that is right."""
     device = torch.device("cuda", torch.cuda.current_device())
     arch = gates.architecture(device)
@@ -84,7 +85,7 @@ def sweep(cell: Cell, prefetch: bool, replays: int) -> dict[str, dict[str, float
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda shape: compile_cubin(problem.spec, shape, prefetch, arch), shapes))
     wanted = expected(layers[0])
-    steps = {f"limit {threads}x{vectors}": limit_steps(layers, threads, vectors) for threads, vectors in LIMITS}
+    steps: dict[str, Sequence[Step]] = dict(limit_steps(layers))
     first: tuple[torch.Tensor, torch.Tensor] | None = None
     for shape in shapes:
         try:
@@ -101,8 +102,8 @@ def sweep(cell: Cell, prefetch: bool, replays: int) -> dict[str, dict[str, float
             print(f"NOT TIMED {cell} {name(shape)}: {type(error).__name__}: {error}", flush=True)
             continue
         steps[name(shape)] = [step(layer, launch) for layer in layers]
-    times = time_graphs(steps, replays=replays)
-    return {key: dataclasses.asdict(timing) for key, timing in times.items()}
+    times = time_providers(steps, device, replays=replays)
+    return {key: timing.record() for key, timing in times.items()}
 
 
 def main() -> None:
@@ -128,7 +129,8 @@ def main() -> None:
             for key, entry in ranked:
                 print(f"  {key:<30} {entry['median']:8.2f}  {entry['median'] / limit:.3f}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "cells": results}, indent=1) + "\n")
+        device = torch.device("cuda", torch.cuda.current_device())
+        write(document("shapes", shlex.join(["python", *sys.argv]), device, cells=results), options.json)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -21,10 +22,9 @@ import torch
 
 from fused_kda import gates
 from fused_kda.bench.cells import Cell, make_layers
-from fused_kda.bench.decode import machine
-from fused_kda.bench.limit import SHAPES as LIMITS
 from fused_kda.bench.limit import limit_steps
-from fused_kda.bench.timing import time_graphs
+from fused_kda.bench.results import document, write
+from fused_kda.bench.timing import Step, time_providers
 from fused_kda.contract import DecodeProblem, Specialization, Tensors
 from fused_kda.kernels import chain, triton
 from fused_kda.kernels.chain.launch import Shape as ChainShape
@@ -85,15 +85,13 @@ def bits(call: Call) -> tuple[bytes, ...]:
 
 def sweep(
     cell: Cell, layers: Sequence[Call], problem: DecodeProblem, shapes: Sequence[Any], backend: str, replays: int
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """Microseconds per layer of the limit and of every shape that is right."""
     wanted = expected(layers[0], chain=backend == "chain")
     prepare: Callable[[DecodeProblem, Any], Callable[[Tensors], None]] = (
         chain.prepare if backend == "chain" else triton.prepare
     )
-    steps: dict[str, Sequence[Callable[[], object]]] = {
-        f"limit {threads}x{vectors}": limit_steps(layers, threads, vectors) for threads, vectors in LIMITS
-    }
+    steps: dict[str, Sequence[Step]] = dict(limit_steps(layers))
     first = None
     for shape in shapes:
         label = name(shape)
@@ -108,7 +106,8 @@ def sweep(
         first = first or bits(call)
         same = "" if bits(call) == first else " (other bits)"
         steps[label + same] = [step(layer, launch) for layer in layers]
-    return {key: dataclasses.asdict(timing) for key, timing in time_graphs(steps, replays=replays).items()}
+    times = time_providers(steps, problem.device, replays=replays)
+    return {key: timing.record() for key, timing in times.items()}
 
 
 def main() -> None:
@@ -154,7 +153,7 @@ def main() -> None:
             for key, entry in sorted(times.items(), key=lambda item: item[1]["median"]):
                 print(f"  {key:<62} {entry['median']:8.2f}  {entry['median'] / limit:.3f}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "cells": results}, indent=1) + "\n")
+        write(document(f"{backend}-shapes", shlex.join(["python", *sys.argv]), device, cells=results), options.json)
 
 
 if __name__ == "__main__":

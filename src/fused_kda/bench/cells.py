@@ -17,13 +17,13 @@ from ..testing.problems import Call
 DIM, WIDTH = 128, 4
 #: KDA layers of Kimi-K3, and the fewest that one replay runs through.
 MODEL_LAYERS = 69
-#: A replay touches at least this many bytes of state (several times any L2), and at most the second number.
+#: On a GPU a replay touches at least this many bytes of state (several times any L2), and at most the second number.
 LEAST_BYTES, MOST_BYTES = 256 << 20, 12 << 30
-#: (heads, batch) of the table in docs/performance.md: Kimi-K3 at TP8 (H = 12) and TP1 (H = 96).
-TABLE: tuple[tuple[int, int], ...] = (
-    *((12, batch) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
-    *((96, batch) for batch in (1, 4, 16, 64)),
-)
+#: On a CPU it touches at most so many.
+MOST_BYTES_CPU = 1 << 30
+#: The sizes that are measured where none are named: heads, and their batches. Kimi-K3 at TP8 (H = 12) and TP1 (H = 96).
+SIZES: dict[int, tuple[int, ...]] = {12: (1, 2, 4, 8, 16, 32, 64, 128, 256), 96: (1, 4, 16, 64, 256)}
+SIZES_CPU: dict[int, tuple[int, ...]] = {12: (1, 4, 16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +56,25 @@ class Cell:
         weights = (channels * WIDTH + self.heads * (DIM + 1) + DIM) * 4
         return 2 * self.state_bytes + 2 * window + rows + weights
 
-    @property
-    def layers(self) -> int:
-        """Layers in one replay."""
-        wanted = max(MODEL_LAYERS, -(-LEAST_BYTES // self.state_bytes))
-        return max(2, min(wanted, MOST_BYTES // self.state_bytes))
+    def layers(self, device: torch.device, wanted: int = MODEL_LAYERS) -> int:
+        """Layers in one replay: those of the model, more where they would fit into L2, fewer where memory would not do.
+
+        At least two, so that no layer finds what it has just written.
+        """
+        if device.type == "cpu":
+            return max(2, min(wanted, MOST_BYTES_CPU // self.state_bytes))
+        return max(2, min(max(wanted, -(-LEAST_BYTES // self.state_bytes)), MOST_BYTES // self.state_bytes))
 
     def record(self) -> dict[str, Any]:
         """The cell for a results file."""
         return {**asdict(self), "state_dtype": str(self.state_dtype).removeprefix("torch.")}
 
 
-def make_layers(cell: Cell, device: torch.device) -> list[Call]:
-    """Draw the cell's layers on the device. Slot 0 is reserved; rows use the other slots in a random order."""
+def make_layers(cell: Cell, device: torch.device, count: int | None = None) -> list[Call]:
+    """Draw ``count`` layers of the cell on the device (None: as many as :meth:`Cell.layers` says).
+
+    Slot 0 is reserved; rows use the other slots in a random order.
+    """
     generator = torch.Generator(device).manual_seed(cell.heads * 1000 + cell.batch)
     heads, batch, inner = cell.heads, cell.batch, cell.heads * DIM
     slots = batch + 1
@@ -91,13 +97,15 @@ def make_layers(cell: Cell, device: torch.device) -> list[Call]:
         "prefetch": True,
     }
     layout = ConvLayout(cell.layout, 3 * inner, WIDTH - 1)
+    conv = normal(slots, *layout.storage_shape)
+    state = normal(slots, heads, DIM, DIM, std=0.3, dtype=cell.state_dtype)
     layers = []
-    for _ in range(cell.layers):
+    for _ in range(count or cell.layers(device)):
         order = torch.randperm(batch, generator=generator, device=device) + 1
         arguments = {
             **shared,
-            "conv_state": conv_view(normal(slots, *layout.storage_shape), layout, WIDTH - 1),
-            "state": normal(slots, heads, DIM, DIM, std=0.3, dtype=cell.state_dtype),
+            "conv_state": conv_view(conv.clone(), layout, WIDTH - 1),
+            "state": state.clone(),
             "state_indices": order.to(torch.int32),
             "out": torch.full((batch, heads, DIM), float("nan"), dtype=torch.bfloat16, device=device),
         }

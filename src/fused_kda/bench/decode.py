@@ -1,172 +1,167 @@
-"""Times the decode step cell by cell beside the measured limit, and refuses to time a backend that fails its check.
+"""Times the decode step of one cell: backends and other projects' steps beside the limit and a copy, all in turns.
 
-    python -m fused_kda.bench.decode --backend cuda,chain --heads 12 --batch 1,32 --layout SD,DS --json FILE
-
-Prints one table (microseconds per layer, percentiles, GB/s over the named bytes, time over the limit) and writes a
-results file. Needs an NVIDIA GPU of SM90 or later: the limit is measured with dependent launches, like the op.
+Correctness comes first: what fails its check against float64 is not timed.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import math
-import platform
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import gates
-from ..testing.compare import Mismatch, check_call, expected
+from ..contract import DecodeProblem
+from ..testing.compare import Expected, Mismatch, check_call, expected
 from ..testing.problems import Call
-from .cells import TABLE, Cell, make_layers
-from .limit import SHAPES, limit_steps
-from .timing import time_graphs
+from . import peers
+from .cells import MODEL_LAYERS, Cell, make_layers
+from .limit import copy_steps, limit_steps
+from .timing import Step, Timing, time_providers
+
+#: Providers that are measures, not steps.
+MEASURES = ("limit", "copy")
 
 
-def check(backend: str, layer: Call) -> None:
-    """Run a copy of one layer's call and compare it with float64.
+class _Wanted:
+    """What one call must leave behind; evaluated when first asked, by whether the unfused chain's rounding is meant."""
 
-    Raises:
-        Mismatch: the backend is beyond its budget; it must not be timed.
-        NotImplementedError: its gate is closed.
+    def __init__(self, layer: Call) -> None:
+        self.layer = layer
+        self._found: dict[bool, Expected] = {}
+
+    def check(self, call: Call, out: torch.Tensor, *, chain: bool) -> None:
+        if chain not in self._found:
+            self._found[chain] = expected(self.layer, chain=chain)
+        check_call(call, out, self._found[chain])
+
+
+def measure(
+    cell: Cell,
+    backends: Sequence[str],
+    *,
+    device: torch.device,
+    against: Sequence[str] = (),
+    model_layers: int = MODEL_LAYERS,
+    replays: int = 30,
+    graph: bool = True,
+    prefetch: bool = True,
+    by_name: bool = True,
+) -> list[dict[str, Any]]:
+    """Measure one cell.
+
+    Args:
+        cell: what is measured.
+        backends: of :data:`fused_kda.gates.BACKENDS`.
+        device: where.
+        against: names of :data:`fused_kda.bench.peers.PEERS`.
+        model_layers: KDA layers of a model: at least so many are replayed (memory permitting), and a step's saving is
+            given for so many.
+        replays: rounds that are kept.
+        graph: replay CUDA graphs (a CPU has none).
+        prefetch: of the op.
+        by_name: whether the backends were asked for by name; else those that ``auto`` would never take are left out.
+
+    Returns:
+        One record per provider: the limit and the copy first, then what was timed, then what was not, with
+        ``not_timed`` (why) and ``failed`` (whether that was its check).
     """
-    call = layer.clone()
-    wanted = expected(call, chain=backend == "chain")
-    check_call(call, call.run(backend), wanted)
-
-
-def measure(cell: Cell, backends: Sequence[str], replays: int, prefetch: bool = True) -> list[dict[str, Any]]:
-    """One record per backend that passes its check, and one for the limit, all replayed in turns."""
-    layers = make_layers(cell, torch.device("cuda", torch.cuda.current_device()))
+    layers = make_layers(cell, device, cell.layers(device, model_layers))
     for layer in layers:
         layer.arguments["prefetch"] = prefetch
-    limits = {f"limit {threads}x{vectors}": limit_steps(layers, threads, vectors) for threads, vectors in SHAPES}
-    providers: dict[str, Sequence[Callable[[], object]]] = dict(limits)
-    failed: dict[str, str] = {}
+    wanted = _Wanted(layers[0])
+    limits = limit_steps(layers)
+    providers: dict[str, Sequence[Step]] = {**limits, "copy": copy_steps(layers)}
+    left_out: dict[str, tuple[str, bool]] = {}
     for backend in backends:
+        reason = _closed(backend, layers[0].problem, graph, by_name)
+        if reason is not None:
+            left_out[backend] = (reason, False)
+            continue
         try:
-            check(backend, layers[0])
-        except (Mismatch, NotImplementedError) as error:
-            failed[backend] = str(error)
+            call = layers[0].clone()
+            wanted.check(call, call.run(backend), chain=backend == "chain")
+        except Mismatch as mismatch:
+            left_out[backend] = (f"wrong: {mismatch}", True)
             continue
         providers[backend] = [_step(layer, backend) for layer in layers]
-    times = time_graphs(providers, replays=replays)
+    for name in against:
+        try:
+            providers[name] = _peer(name, layers, wanted)
+        except Mismatch as mismatch:
+            left_out[name] = (f"wrong: {mismatch}", True)
+        except peers.NotHere as missing:
+            left_out[name] = (str(missing), False)
+        except Exception as error:  # whatever another project's op raises: it is reported and not timed
+            left_out[name] = (f"{type(error).__name__}: {error}", False)
+    times = time_providers(providers, device, replays=replays, graph=graph)
     least = min(limits, key=lambda name: times[name].median)
     times = {"limit": times[least]} | {name: timing for name, timing in times.items() if name not in limits}
-    limit = times["limit"].median
-    records: list[dict[str, Any]] = []
-    for name, timing in times.items():
-        moved = 2 * cell.state_bytes if name == "limit" else cell.step_bytes
-        launches = 1 if name == "limit" else max((row.launches for row in gates.rows(name)), default=0)
-        records.append(
-            {
-                **cell.record(),
-                "provider": name,
-                "prefetch": prefetch,
-                "us": asdict(timing),
-                "gb_per_s": moved / timing.median / 1e3,
-                "over_limit": timing.median / limit,
-                "launches": launches,
-                "layers": cell.layers,
-            }
-        )
-    for name, reason in failed.items():
-        records.append({**cell.record(), "provider": name, "prefetch": prefetch, "not_timed": reason})
+    common = {**cell.record(), "prefetch": prefetch, "layers": len(layers)}
+    records = [{**common, "provider": name, **figures(cell, name, times, model_layers)} for name in times]
+    for name, (reason, failed) in left_out.items():
+        records.append({**common, "provider": name, "not_timed": reason, "failed": failed})
     return records
 
 
-def _step(layer: Call, backend: str) -> Callable[[], object]:
-    return lambda: layer.run(backend)
+def figures(cell: Cell, name: str, times: Mapping[str, Timing], model_layers: int) -> dict[str, Any]:
+    """A provider's figures: µs per layer, GB/s over the named bytes, time over the limit and over the chain, launches.
 
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    ``chain_over`` is the chain's time over this one, ``saved_us`` the difference for a model's layers; None without a
+    chain.
+    """
+    timing, chain = times[name], times.get("chain")
+    moved = 2 * cell.state_bytes if name in MEASURES else cell.step_bytes
+    step = name not in MEASURES
     return {
-        "device": properties.name,
-        "sms": properties.multi_processor_count,
-        "l2_bytes": properties.L2_cache_size,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
+        "us": timing.record(),
+        "gb_per_s": moved / timing.median / 1e3,
+        "over_limit": timing.median / times["limit"].median,
+        "launches": timing.launches,
+        "chain_over": chain.median / timing.median if chain and step else None,
+        "saved_us": (chain.median - timing.median) * model_layers if chain and step else None,
     }
 
 
-def command_line(module: str, given: Sequence[str]) -> str:
-    """The command that a results file names: all but where it was told to write."""
-    kept = [word for at, word in enumerate(given) if word != "--json" and (at == 0 or given[at - 1] != "--json")]
-    return " ".join(["python", "-m", f"fused_kda.bench.{module}", *kept])
-
-
-def line(record: dict[str, Any]) -> str:
-    """One record as a line of the printed table."""
-    name = f"{record['heads']:>3} {record['batch']:>5} {record['layout']:<3} {record['state_dtype']:<9}"
-    if "not_timed" in record:
-        return f"{name} {record['provider']:<10} not timed: {record['not_timed']}"
-    us = record["us"]
-    return (
-        f"{name} {record['provider']:<10} {us['median']:8.2f} ({us['p20']:.2f}-{us['p80']:.2f}) "
-        f"{record['gb_per_s']:6.0f} GB/s  {record['over_limit']:.3f} x limit  {record['launches']} launches"
-    )
-
-
-def geometric_means(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Geometric mean of time over limit per provider, layout, state dtype and prefetch."""
+def geometric_means(records: Sequence[Mapping[str, Any]], figure: str = "over_limit") -> dict[str, float]:
+    """Geometric mean of a figure per provider, layout, state dtype and prefetch, measures left out."""
     groups: dict[str, list[float]] = {}
     for record in records:
-        if record["provider"] != "limit" and "over_limit" in record:
+        if record["provider"] not in MEASURES and record.get(figure) is not None:
             early = "" if record["prefetch"] else " no prefetch"
             key = f"{record['provider']} {record['layout']} {record['state_dtype']}{early}"
-            groups.setdefault(key, []).append(record["over_limit"])
-    return {key: math.exp(sum(map(math.log, ratios)) / len(ratios)) for key, ratios in groups.items()}
+            groups.setdefault(key, []).append(record[figure])
+    return {key: geometric_mean(values) for key, values in groups.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="cuda", help="comma-separated backends")
-    parser.add_argument("--heads", default="12,96")
-    parser.add_argument("--batch", default="", help="comma-separated; default: those of the table")
-    parser.add_argument("--layout", default="SD")
-    parser.add_argument("--state-dtype", default="float32")
-    parser.add_argument("--prefetch", default="1", help="1, 0 or both: 1,0")
-    parser.add_argument("--replays", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write the results here")
-    options = parser.parse_args(arguments)
-    heads = [int(value) for value in options.heads.split(",")]
-    batches = [int(value) for value in options.batch.split(",")] if options.batch else None
-    sizes = [(h, b) for h in heads for b in batches] if batches else [size for size in TABLE if size[0] in heads]
-    records = []
-    for dtype in options.state_dtype.split(","):
-        for heads_, batch in sizes:
-            for layout in options.layout.split(","):
-                for early in options.prefetch.split(","):
-                    cell = Cell(heads_, batch, layout, getattr(torch, dtype))
-                    for record in measure(cell, options.backend.split(","), options.replays, early == "1"):
-                        records.append(record)
-                        print(line(record), flush=True)
-                    torch.cuda.empty_cache()
-    means = geometric_means(records)
-    for key, mean in means.items():
-        print(f"geometric mean {mean:.3f} x limit: {key}")
-    if options.json:
-        given = list(arguments if arguments is not None else sys.argv[1:])
-        result = {
-            "command": command_line("decode", given),
-            "machine": machine(),
-            "geometric_means": means,
-            "cells": records,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if any("not_timed" in record for record in records) else 0
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _closed(backend: str, problem: DecodeProblem, graph: bool, by_name: bool) -> str | None:
+    """Why a backend cannot be timed, or None."""
+    verdict = next(verdict for verdict in gates.explain(problem) if verdict.backend == backend)
+    if not verdict.open:
+        return "; ".join(verdict.reasons)
+    if not verdict.auto and not by_name:
+        return "only where it is asked for by name"
+    if graph and problem.device.type == "cuda":
+        rows = gates.rows(backend, gates.architecture(problem.device))
+        if all(row.launches == 0 for row in rows):
+            return "not a kernel: it synchronises the device, so no graph can hold it"
+    return None
+
+
+def _step(layer: Call, backend: str) -> Step:
+    return lambda: layer.run(backend)
+
+
+def _peer(name: str, layers: Sequence[Call], wanted: _Wanted) -> list[Step]:
+    """The peer's steps, after its check. Its first run may tune itself on its caches, so that one is thrown away."""
+    peers.bind(name, layers[0].clone()).step()
+    call = layers[0].clone()
+    bound = peers.bind(name, call)
+    bound.step()
+    wanted.check(call, bound.collect(), chain=True)
+    return [peers.bind(name, layer).step for layer in layers]

@@ -1,70 +1,45 @@
-"""Host time of one eager step: from the Python call until it returns, the launch queued.
-
-    python -m fused_kda.bench.host --json FILE
-
-Measures ``fused_kda_decode`` (with ``out`` given, and allocating it) and the backend's bare launch. The queue is
-drained before it fills, so no call waits for the GPU.
-"""
+"""Host time of one eager step on a GPU: from the Python call until it returns, the launch queued."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
 from ..api import fused_kda_decode
 from ..contract import Tensors, decode_problem
 from .cells import Cell, make_layers
-from .decode import command_line, machine
 
 _CALLS, _ROUNDS = 200, 21
 
 
-def host_times(backend: str, cell: Cell) -> dict[str, float]:
-    """Median microseconds per call: "bare launch", "call", "call that allocates out"."""
-    arguments = make_layers(cell, torch.device("cuda", torch.cuda.current_device()))[0].arguments
+def host_times(backend: str, cell: Cell, device: torch.device) -> dict[str, float]:
+    """Median microseconds per call: "bare launch", "call" (``out`` given), "call that allocates out".
+
+    The queue is drained before it fills, so no call waits for the GPU.
+    """
+    arguments = make_layers(cell, device, 1)[0].arguments
     tensors = Tensors(*(arguments[name] for name in Tensors._fields))
     problem = decode_problem(**arguments)
     launch = importlib.import_module(f"fused_kda.kernels.{backend}").prepare(problem)
     without = {**arguments, "out": None}
     return {
-        "bare launch": _median(lambda: launch(tensors)),
-        "call": _median(lambda: fused_kda_decode(**arguments, backend=backend)),
-        "call that allocates out": _median(lambda: fused_kda_decode(**without, backend=backend)),
+        "bare launch": _median(lambda: launch(tensors), device),
+        "call": _median(lambda: fused_kda_decode(**arguments, backend=backend), device),
+        "call that allocates out": _median(lambda: fused_kda_decode(**without, backend=backend), device),
     }
 
 
-def _median(call: Callable[[], object]) -> float:
+def _median(call: Callable[[], object], device: torch.device) -> float:
+    call()
     times = []
     for _ in range(_ROUNDS):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         start = time.perf_counter()
         for _ in range(_CALLS):
             call()
         times.append((time.perf_counter() - start) / _CALLS * 1e6)
     return statistics.median(times)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="cuda", help="comma-separated backends")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    options = parser.parse_args(arguments)
-    results = {backend: host_times(backend, Cell(12, 1)) for backend in options.backend.split(",")}
-    for backend, times in results.items():
-        print(f"{backend}: " + ", ".join(f"{name} {us:.1f} us" for name, us in times.items()))
-    if options.json:
-        command = command_line("host", list(arguments if arguments is not None else sys.argv[1:]))
-        options.json.write_text(json.dumps({"command": command, "machine": machine(), "us": results}, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import typer
 
 from .. import gates
-from . import check, doctor, inspect, model
+from . import bench, bench_model, check, doctor, inspect, model
 from .terminal import stop
 
 app = typer.Typer(
@@ -31,6 +31,8 @@ def main() -> None:
 
 app.command("generate")(model.generate_command)
 app.command("eval")(model.eval_command)
+app.command("bench")(bench.command)
+app.command("bench-model")(bench_model.command)
 app.command("check")(check.command)
 app.command("doctor")(doctor.command)
 app.command("inspect")(inspect.command)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.progress import Progress
 
@@ -14,7 +14,19 @@ from .. import gates
 from ..nn.generation import MAX_CHARACTERS, Decoder, evaluate, exact_match, load_model
 from ..nn.generation import generate as stream_answer
 from ..nn.word_problems import generate_problems
-from .terminal import FAILED, console, errors, parse_device, print_json, small_work, stop
+from . import agreement
+from .bench import SaveOption
+from .terminal import (
+    FAILED,
+    STATE_DTYPES,
+    command_line,
+    console,
+    errors,
+    parse_device,
+    print_json,
+    small_work,
+    stop,
+)
 
 
 class Layout(str, Enum):
@@ -30,8 +42,6 @@ class StateDtype(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
 
-
-_DTYPES = {StateDtype.fp32: torch.float32, StateDtype.bf16: torch.bfloat16}
 
 BackendOption = Annotated[str, typer.Option("--backend", help="auto or the name of a backend")]
 LayoutOption = Annotated[Layout, typer.Option("--layout", help="conv layout of the pool", case_sensitive=False)]
@@ -71,7 +81,11 @@ def generate_command(
 
 
 def eval_command(
-    backend: BackendOption = "auto",
+    ctx: typer.Context,
+    backend: Annotated[
+        str,
+        typer.Option("--backend", help="auto, a backend, or all: every backend, layout and state dtype"),
+    ] = "auto",
     layout: LayoutOption = Layout.SD,
     state_dtype: StateDtypeOption = StateDtype.fp32,
     limit: Annotated[int, typer.Option(min=1, help="number of problems")] = 500,
@@ -79,9 +93,27 @@ def eval_command(
     min_exact_match: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="end with code 1 where the share is lower")
     ] = None,
+    drift_steps: Annotated[
+        int, typer.Option(min=1, help="with --backend all: decode steps over which a bf16 state's drift is measured")
+    ] = 4096,
+    save: SaveOption = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="with --backend all: draw the drift into this PNG (needs matplotlib)")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
-    """Solve problems whose number combinations were kept out of training, and print the share of exact matches."""
+    """Solve problems whose number combinations were kept out of training, and print the share of exact matches.
+
+    With --backend all: on every backend, layout and state dtype, against the reference token by token.
+    """
+    if backend == "all":
+        where = parse_device(device)
+        small_work(where)
+        command = command_line(ctx, ("save", "plot", "as_json"))
+        agreement.run(command, where, limit, drift_steps, min_exact_match or 0.0, save, plot, as_json)
+        return
+    if save is not None or plot is not None:
+        stop("--save, --plot: expected with --backend all, got without")
     problems = generate_problems("eval", limit)
     decoder = _load(backend, layout, state_dtype, device, slots=min(64, limit) + 1)
     start = time.perf_counter()
@@ -133,7 +165,7 @@ def _load(backend: str, layout: Layout, state_dtype: StateDtype, device: str | N
         device=where,
         backend=backend,
         layout=layout.value,
-        state_dtype=_DTYPES[state_dtype],
+        state_dtype=STATE_DTYPES[state_dtype.value],
         slots=slots,
     )
 
