@@ -135,6 +135,67 @@ def test_wrong_slots_are_named(action):
         getattr(small(null_slot=-1), action)(-1)
 
 
+@pytest.mark.parametrize("allocated", [True, False])
+def test_a_quarantined_slot_is_not_handed_out_until_it_is_released(allocated):
+    pool = small()
+    taken = pool.allocate(2)
+    if not allocated:
+        pool.free(taken[0])
+    pool.layer(1).state[taken[0]] = float("nan")
+    pool.quarantine(taken[0], "not finite")
+    assert pool.quarantined == {1: "not finite"}
+    assert pool.allocated == {2}
+    assert pool.free_slots == 1
+    assert pool.allocate() == 3
+    with pytest.raises(PoolFullError, match=r"^pool: 1 slots asked for, 0 of 3 are free; 1 are quarantined$"):
+        pool.allocate()
+    assert pool.layer(1).state[1].isnan().all()
+    pool.release(1)
+    assert pool.quarantined == {}
+    assert not any(tensor[1].any() for layer in range(2) for tensor in pool.layer(layer)[:2])
+    assert pool.allocate() == 1
+
+
+def test_a_released_slot_waits_for_the_steps_that_list_it():
+    pool = small()
+    with pool.step([1]):
+        pool.quarantine(1, "under suspicion")
+        pool.release(1)
+        assert pool.allocate(2) == [2, 3]
+        with pytest.raises(PoolFullError, match=r"1 wait for a step to finish$"):
+            pool.allocate()
+    assert pool.allocate() == 1
+
+
+def test_a_slot_freed_in_a_step_may_be_quarantined():
+    pool = small()
+    slot = pool.allocate()
+    with pool.step([slot]):
+        pool.free(slot)
+        pool.quarantine(slot, "wrong")
+    assert pool.free_slots == 2
+    assert pool.quarantined == {slot: "wrong"}
+
+
+def test_what_a_quarantine_refuses():
+    pool = small()
+    slot = pool.allocate()
+    pool.quarantine(slot, "wrong sums")
+    for act in (pool.free, pool.reset):
+        with pytest.raises(
+            ValueError, match=r"^slot: expected an allocated slot, got 1, .* quarantined \(wrong sums\)$"
+        ):
+            act(slot)
+    with pytest.raises(ValueError, match=r"^slot: expected one in circulation, got 1, .* quarantined \(wrong sums\)$"):
+        pool.quarantine(slot, "again")
+    with pytest.raises(ValueError, match=r"^slot: expected 1 <= slot < 4, got 0 \(0 is reserved\)$"):
+        pool.quarantine(0, "why not")
+    with pytest.raises(ValueError, match=r"^reason: expected some words, got none$"):
+        pool.quarantine(2, "")
+    with pytest.raises(ValueError, match=r"^slot: expected a quarantined slot, got 2$"):
+        pool.release(2)
+
+
 def test_wrong_layers_are_named():
     for index in (-1, 2):
         with pytest.raises(ValueError, match=rf"^index: expected 0 <= layer < 2, got {index}$"):

@@ -14,6 +14,7 @@ from typing import NamedTuple, overload
 
 import torch
 
+from . import debug
 from .contract import ACTIVATION_DTYPES
 from .layouts import LAYOUTS, ConvLayout, LayoutKind, PageLayout, conv_view
 
@@ -71,6 +72,9 @@ class StatePool:
     A new pool is zero. A slot that is freed keeps its bytes: the request that gets it next must start with
     ``has_initial_state`` False, or call :meth:`reset`. Not thread-safe.
 
+    A slot that somebody distrusts is kept out of circulation by :meth:`quarantine`, with its bytes, until
+    :meth:`release`.
+
     Lifetime of a slot: what lists a slot for later (a step that is queued or running) says so with :meth:`step`, and a
     freed slot is handed out again only when no unfinished step lists it. Whoever writes a slot from outside the op's
     stream, as a transfer does, is safe by writing to freshly allocated slots alone.
@@ -116,7 +120,7 @@ class StatePool:
         self.null_slot = null_slot
         conv_layout = ConvLayout(layout, 3 * heads * head_dim, conv_width - 1 + spare_taps)
         self._layers: list[LayerPool] = []
-        for _ in range(layers):
+        for index in range(layers):
             if page_shared:
                 pages = PageLayout(conv_layout, conv_dtype, state_dtype, heads, head_dim)
                 storage = torch.zeros(slots, pages.page_bytes, dtype=torch.uint8, device=device)
@@ -125,10 +129,12 @@ class StatePool:
                 conv = torch.zeros(slots, *conv_layout.storage_shape, dtype=conv_dtype, device=device)
                 conv_state = conv_view(conv, conv_layout, conv_width - 1)
                 state = torch.zeros(slots, heads, head_dim, head_dim, dtype=state_dtype, device=device)
+            debug.label(state, f"layer {index}")
             self._layers.append(LayerPool(conv_state, state, null_slot))
         self._free = list(range(self.first_slot, slots))  # ascending, hence already a heap
         self._allocated: set[int] = set()
         self._retired: set[int] = set()  # freed while a step still listed them
+        self._quarantined: dict[int, str] = {}  # with the reason
         self._steps: list[_Step] = []
 
     @property
@@ -157,6 +163,11 @@ class StatePool:
         """Slots in use."""
         return frozenset(self._allocated)
 
+    @property
+    def quarantined(self) -> dict[int, str]:
+        """Slots out of circulation, each with the reason that was given."""
+        return dict(self._quarantined)
+
     def layer(self, index: int) -> LayerPool:
         """The pools of layer ``index`` in the op's form: views, no copy."""
         if not 0 <= index < len(self._layers):
@@ -182,6 +193,7 @@ class StatePool:
         self._collect()
         if wanted > len(self._free):
             waiting = f"; {len(self._retired)} wait for a step to finish" if self._retired else ""
+            waiting += f"; {len(self._quarantined)} are quarantined" if self._quarantined else ""
             raise PoolFullError(
                 f"pool: {wanted} slots asked for, {len(self._free)} of {self.capacity} are free{waiting}"
             )
@@ -197,6 +209,44 @@ class StatePool:
         """
         self._check_allocated(slot)
         self._allocated.remove(slot)
+        self._retired.add(slot)
+        self._collect()
+
+    def quarantine(self, slot: int, reason: str) -> None:
+        """Keep a slot, free or allocated, out of circulation: it is handed out no more until :meth:`release`.
+
+        For a slot that is suspected, by :class:`fused_kda.finite.FiniteCheck` or in debug mode. Its bytes stay as they
+        are, to be looked at. Its sequence, if it has one, is over: the slot counts as allocated no longer.
+
+        Args:
+            slot: which.
+            reason: why, for :attr:`quarantined` and for errors about the slot.
+
+        Raises:
+            ValueError: the slot does not exist, is the reserved one, or is quarantined already; there is no reason.
+        """
+        self._check_exists(slot)
+        if slot in self._quarantined:
+            raise ValueError(f"slot: expected one in circulation, got {slot}, which is {self._quarantine_of(slot)}")
+        if not reason:
+            raise ValueError("reason: expected some words, got none")
+        self._allocated.discard(slot)
+        self._retired.discard(slot)
+        if slot in self._free:
+            self._free.remove(slot)
+            heapq.heapify(self._free)
+        self._quarantined[slot] = reason
+
+    def release(self, slot: int) -> None:
+        """Return a quarantined slot to circulation, zeroed in every layer, as soon as no unfinished step lists it.
+
+        Raises:
+            ValueError: the slot is not quarantined.
+        """
+        if slot not in self._quarantined:
+            raise ValueError(f"slot: expected a quarantined slot, got {slot}")
+        self._zero(slot)
+        del self._quarantined[slot]
         self._retired.add(slot)
         self._collect()
 
@@ -242,13 +292,24 @@ class StatePool:
             ValueError: as for :meth:`free`.
         """
         self._check_allocated(slot)
+        self._zero(slot)
+
+    def _zero(self, slot: int) -> None:
         for layer in self._layers:
             layer.conv_state[slot].zero_()
             layer.state[slot].zero_()
 
-    def _check_allocated(self, slot: int) -> None:
+    def _check_exists(self, slot: int) -> None:
         if not self.first_slot <= slot < self.slots:
             reserved = " (0 is reserved)" if slot == self.null_slot == 0 else ""
             raise ValueError(f"slot: expected {self.first_slot} <= slot < {self.slots}, got {slot}{reserved}")
+
+    def _check_allocated(self, slot: int) -> None:
+        self._check_exists(slot)
+        if slot in self._quarantined:
+            raise ValueError(f"slot: expected an allocated slot, got {slot}, which is {self._quarantine_of(slot)}")
         if slot not in self._allocated:
             raise ValueError(f"slot: expected an allocated slot, got {slot}, which is free (freed twice?)")
+
+    def _quarantine_of(self, slot: int) -> str:
+        return f"quarantined ({self._quarantined[slot]})"
