@@ -164,11 +164,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launches = sum(outcome.launches for outcome in checked)
     print(f"{launches} launches checked, {noticed} of {len(tools)} faults noticed, {len(failed)} lanes failed")
     if options.json:
-        from fused_kda.bench.decode import machine
+        import torch
+
+        from fused_kda.bench.results import machine
 
         record = {
             "command": "make sanitize",
-            "machine": machine(),
+            "machine": machine(torch.device("cuda", 0)),
             "filters": FILTERS,
             "lanes": [outcome.record() for outcome in outcomes],
         }
