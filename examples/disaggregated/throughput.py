@@ -1,13 +1,14 @@
 """How fast slots travel between two processes of this machine, beside a plain NIXL copy of as many bytes.
 
-The plain copy reads from and writes to the same pools, one range per layer: what the memory allows.
+The plain copy is one contiguous READ by the same two agents, from one buffer into another: what NIXL and memory allow.
 
     python examples/disaggregated/throughput.py
     python examples/disaggregated/throughput.py --device cuda --layers 69
 
 The owner has 24 heads (tensor-parallel size 1), the reader 12 of them (rank 0 of 2), as when each rank of Kimi-K3 at
-tensor-parallel size 8 pulls from one of size 4. Rounds are interleaved; the best of each is printed. "read" is planning
-and moving the data, "ready" includes the comparison of generations and checksums.
+tensor-parallel size 8 pulls from one of size 4. Rounds of both are interleaved. "read" is planning and moving the data,
+"ready" also compares generations and checksums; connecting is part of neither. Times are medians; "of plain" is the
+median, and the quartiles, of the rounds' own ratios.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import statistics
 import time
 from multiprocessing.connection import Connection
 
@@ -23,17 +25,24 @@ import torch
 from fused_kda.layouts import LayoutKind, Shard
 from fused_kda.pool import StatePool
 from fused_kda.transfer import Offer, TransferAgent
-from fused_kda.transfer.pull import Peer
 
 HEADS, DIM = 24, 128
 SIZE = 2
 
 
-def make_agent(role: str, kind: LayoutKind, size: int, options: argparse.Namespace) -> TransferAgent:
+def make_agent(
+    role: str, kind: LayoutKind, size: int, options: argparse.Namespace
+) -> tuple[TransferAgent, torch.Tensor]:
+    """An agent with a pool, and a registered buffer for the plain copy."""
     pool = StatePool(
         options.layers, options.slots + 1, HEADS // size, DIM, layout=kind, page_shared=True, device=options.device
     )
-    return TransferAgent(role, pool, Shard(HEADS, DIM, size, 0))
+    for index in range(options.layers):
+        pool.layer(index).state.normal_()
+    agent = TransferAgent(role, pool, Shard(HEADS, DIM, size, 0))
+    buffer = torch.ones(bytes_of_reader(options), dtype=torch.uint8, device=options.device)
+    agent.register([(buffer.data_ptr(), buffer.numel())], agent.memory)
+    return agent, buffer
 
 
 def bytes_of_reader(options: argparse.Namespace) -> int:
@@ -44,10 +53,8 @@ def bytes_of_reader(options: argparse.Namespace) -> int:
 def own(pipe: Connection, kind: LayoutKind, options: argparse.Namespace) -> None:
     """The owner: the same slots offered again and again."""
     torch.set_num_threads(1)
-    agent = make_agent("owner", kind, 1, options)
-    for index in range(options.layers):
-        agent.pool.layer(index).state.normal_()
-    pipe.send(agent.handshake())
+    agent, buffer = make_agent("owner", kind, 1, options)
+    pipe.send((agent.handshake(), buffer.data_ptr()))
     while pipe.recv():
         pipe.send(agent.offer(agent.pool.allocate(options.slots)).to_json())
         while not agent.collect():
@@ -55,16 +62,14 @@ def own(pipe: Connection, kind: LayoutKind, options: argparse.Namespace) -> None
     agent.close()
 
 
-def plain_copy(agent: TransferAgent, owner: Peer) -> float:
-    """Seconds of READs of as many bytes from and to the same pools, one range per layer (no slot is in use)."""
+def plain_copy(agent: TransferAgent, source: int, target: torch.Tensor) -> float:
+    """Seconds of one READ from the address of the owner's buffer into this agent's."""
     nixl, (memory, device) = agent.nixl, agent.memory
-    nbytes = (agent.layout.slots - 1) * (agent.layout.conv_bytes + agent.layout.state_bytes)
-    local = [(place.offset + place.pitch, nbytes, device) for place in agent.layout.conv]
-    remote = [(place.offset + place.pitch, nbytes, owner.memory[1]) for place in owner.layout.conv]
+    owner, nbytes = agent.peer("owner"), target.numel()
     start = time.perf_counter()
-    handle = nixl.initialize_xfer(
-        "READ", nixl.get_xfer_descs(local, memory), nixl.get_xfer_descs(remote, owner.memory[0]), owner.name
-    )
+    local = nixl.get_xfer_descs([(target.data_ptr(), nbytes, device)], memory)
+    remote = nixl.get_xfer_descs([(source, nbytes, owner.memory[1])], owner.memory[0])
+    handle = nixl.initialize_xfer("READ", local, remote, owner.name)
     state = nixl.transfer(handle)
     while state != "DONE":
         if state == "ERR":
@@ -76,42 +81,53 @@ def plain_copy(agent: TransferAgent, owner: Peer) -> float:
     return seconds
 
 
-def pull(agent: TransferAgent, offer: str) -> tuple[float, float, int]:
+def pull(agent: TransferAgent, offer: Offer) -> tuple[float, float, int]:
     """Seconds until the data is there and until the slots are ready, and the number of ranges."""
-    offered = Offer.from_json(offer)
     start = time.perf_counter()
-    pending = agent.start_pull([offered])
+    pending = agent.start_pull([offer])
     while pending.bytes_done < pending.bytes_total:
         pending.poll()
         time.sleep(0.0001)
     read = time.perf_counter() - start
-    for slot in pending.wait():
+    slots = pending.wait()
+    ready = time.perf_counter() - start
+    for slot in slots:
         agent.pool.free(slot)
-    return read, time.perf_counter() - start, pending.ranges
+    return read, ready, pending.ranges
 
 
-def measure(kind: LayoutKind, options: argparse.Namespace) -> tuple[float, float, float, int]:
-    """Best seconds of a plain copy, of a pull until the data is there and until it is ready; and the pull's ranges."""
+def measure(kind: LayoutKind, options: argparse.Namespace) -> str:
+    """Run the rounds of one layout; its row of the table."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=own, args=(theirs, kind, options), daemon=True)
     process.start()
     theirs.close()
-    agent = make_agent("reader", kind, SIZE, options)
-    owner = agent.peer(agent.connect(pipe.recv()))
-    plain, pulls = [], []
+    agent, target = make_agent("reader", kind, SIZE, options)
+    handshake, source = pipe.recv()
+    agent.connect(handshake)
+    nbytes, ranges = bytes_of_reader(options), 0
+    plain, read, ready = [], [], []
     for number in range(options.rounds + 1):
-        seconds = plain_copy(agent, owner)
         pipe.send(True)
-        timed = pull(agent, pipe.recv())
+        offer = Offer.from_json(pipe.recv())
+        copied = plain_copy(agent, source, target)
+        here, checked, ranges = pull(agent, offer)
         if number:  # the first round connects
-            plain.append(seconds)
-            pulls.append(timed)
+            plain.append(copied)
+            read.append(here)
+            ready.append(checked)
     pipe.send(False)
     process.join()
     agent.close()
-    reads, readies, ranges = zip(*pulls, strict=True)
-    return min(plain), min(reads), min(readies), ranges[0]
+    row = f"{kind:<6}{ranges:>8,}"
+    for times in (plain, read, ready):
+        middle = statistics.median(times)
+        row += f"{middle * 1e3:>10.1f}{nbytes / middle / 1e9:>7.2f}"
+        if times is not plain:
+            low, ratio, high = statistics.quantiles([p / t for p, t in zip(plain, times, strict=True)], n=4)
+            row += f"{f'{ratio:.0%} ({low:.0%}-{high:.0%})':>18}"
+    return row
 
 
 def main() -> None:
@@ -127,13 +143,10 @@ def main() -> None:
     nbytes = bytes_of_reader(options)
     where = torch.cuda.get_device_name() if options.device == "cuda" else "host memory"
     print(f"{options.slots} slots of {options.layers} layers, 12 of 24 heads, {nbytes / 1e6:.1f} MB, {where}")
-    print(f"{'':<8}{'ranges':>8}{'plain ms':>10}{'GB/s':>8}{'read ms':>10}{'GB/s':>8}{'of plain':>10}{'ready ms':>10}")
+    print(f"{'':<6}{'ranges':>8}{'plain ms':>10}{'GB/s':>7}", end="")
+    print("".join(f"{f'{name} ms':>10}{'GB/s':>7}{'of plain':>18}" for name in ("read", "ready")))
     for kind in ("DS", "SD"):
-        plain, read, ready, ranges = measure(kind, options)
-        print(
-            f"{kind:<8}{ranges:>8,}{plain * 1e3:>10.1f}{nbytes / plain / 1e9:>8.2f}{read * 1e3:>10.1f}"
-            f"{nbytes / read / 1e9:>8.2f}{plain / read:>10.0%}{ready * 1e3:>10.1f}"
-        )
+        print(measure(kind, options))
 
 
 if __name__ == "__main__":

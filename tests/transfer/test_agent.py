@@ -401,6 +401,13 @@ def test_a_peer_that_came_back_under_its_name_is_taken(make_agent: MakeAgent) ->
     assert lost.agent == offered.agent
 
 
+def test_an_idle_agent_takes_no_core(make_agent: MakeAgent) -> None:
+    make_agent()
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.2  # NIXL's own default takes all of the 0.5
+
+
 def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fused_kda.transfer.nixl.find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"pip install 'fused-kda\[transfer\]'"):

@@ -25,7 +25,7 @@ from ..layouts import Shard
 from ..pool import StatePool
 from .checksum import checksums
 from .layout import LayoutMismatch, PoolLayout
-from .nixl import load_nixl, nixl_errors
+from .nixl import load_nixl, new_agent, nixl_errors
 from .offer import Offer
 from .pull import Peer, Pull, TransferError
 
@@ -89,7 +89,7 @@ class TransferAgent:
         self.lease = lease
         self.timeout = timeout
         self.errors = nixl_errors(nixl)
-        self.nixl: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
+        self.nixl: Any = new_agent(nixl, name)
         device = pool.layer(0).state.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a new pool's zeros must not come after what is read into it

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from ..pool import StatePool
+from ..pool import LayerPool, StatePool
 
 #: An odd constant whose multiples spread over 64 bits (2^64 divided by the golden ratio), as a signed number.
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64
@@ -28,19 +29,31 @@ def checksums(pool: StatePool, slots: Sequence[int]) -> torch.Tensor:
     Returns:
         int64 ``[slots, layers, heads]`` on the CPU. Waits for the device.
     """
-    sums = []
-    for number in range(pool.layers):
-        layer = pool.layer(number)
-        index = torch.tensor(slots, dtype=torch.int64, device=layer.state.device)
-        state = layer.state[index].flatten(2)
-        window = torch.unflatten(layer.conv_state[index], 1, (3, state.shape[1], -1)).transpose(1, 2).flatten(2)
-        total, first = torch.zeros(state.shape[:2], dtype=torch.int64, device=state.device), 1
-        for words in (_words(window), _words(state)):
-            last = first + 2 * words.shape[-1]
-            total += (words * (torch.arange(first, last, 2, device=words.device) * _SPREAD)).sum(-1)
-            first = last
-        sums.append(total)
-    return torch.stack(sums, 1).cpu()
+    first = pool.layer(0)
+    device, heads = first.state.device, first.state.shape[1]
+    # One odd weight per word of a head; no element is more than four words.
+    count = 4 * (first.state[0, 0].numel() + first.conv_state[0].numel() // heads)
+    weights = torch.arange(1, 2 * count, 2, device=device) * _SPREAD
+    # A slice is a view of its slot; on a GPU all slots at once take fewer launches.
+    parts = [slice(slot, slot + 1) for slot in slots] if device.type == "cpu" else [list(slots)]
+    layers = [torch.cat([_sums(pool.layer(n), part, weights) for part in parts]) for n in range(pool.layers)]
+    return torch.stack(layers, 1).cpu()
+
+
+def _sums(layer: LayerPool, part: slice | list[int], weights: torch.Tensor) -> torch.Tensor:
+    """int64 ``[slots, heads]`` of one layer, on its device."""
+    state = layer.state[part].flatten(2)
+    window = torch.unflatten(layer.conv_state[part], 1, (3, state.shape[1], -1)).transpose(1, 2).flatten(2)
+    window, state = _words(window), _words(state)
+    count = window.shape[-1]
+    return _dot(window, weights[:count]) + _dot(state, weights[count : count + state.shape[-1]])
+
+
+def _dot(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``[..., n]`` times ``[n]``, modulo 2^64. For integers on a CPU numpy needs one pass over memory, torch three."""
+    if words.device.type == "cpu":
+        return torch.from_numpy(np.einsum("...n,n->...", words.numpy(), weights.numpy()))
+    return (words * weights).sum(-1)
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Which bytes to copy so that a slot of one rank's pool arrives in another's, for any pair of layouts. Pure arithmetic.
 
-The plan is built from the smallest piece that can move, one element of the conv window, and joined: whatever the two
+The plan is built from small pieces, between SD and DS single elements of the conv window, and joined: whatever the two
 layouts are, what remains is the fewest ranges that do the job.
 """
 
@@ -71,8 +71,17 @@ def window_ranges(source: PoolLayout, target: PoolLayout) -> Ranges:
     """Ranges of one slot's conv window in one layer; offsets count from the slot's window in each pool."""
     heads, dim = _common_heads(source.shard, target.shard), source.shard.head_dim
     taps = source.taps if source.taps == target.taps else source.conv_width - 1
+    # What lies side by side in both pools moves as one piece of ``run`` channels and ``rows`` taps.
+    run, rows, kinds = 1, 1, {source.kind, target.kind}
+    if kinds == {"SD"} or (kinds == {"DS"} and source.taps == target.taps):
+        run = max(len(heads) * dim, 1)
+    if kinds == {"DS"}:
+        rows = taps
     section, channel, tap = np.meshgrid(
-        np.arange(len(SECTIONS)), np.arange(heads.start * dim, heads.stop * dim), np.arange(taps), indexing="ij"
+        np.arange(len(SECTIONS)),
+        np.arange(heads.start * dim, heads.stop * dim, run),
+        np.arange(0, taps, rows),
+        indexing="ij",
     )
     pieces = np.empty((section.size, 3), dtype=np.int64)
     for column, layout in enumerate((source, target)):
@@ -80,7 +89,7 @@ def window_ranges(source: PoolLayout, target: PoolLayout) -> Ranges:
         own = section * local + channel - layout.shard.rank * local
         elements = own * conv.channel_stride + tap * conv.tap_stride
         pieces[:, column] = elements.ravel() * layout.conv_itemsize
-    pieces[:, 2] = source.conv_itemsize
+    pieces[:, 2] = run * rows * source.conv_itemsize
     return join(pieces)
 
 
