@@ -18,7 +18,7 @@ from ..testing.problems import Call
 from . import peers
 from .cells import MODEL_LAYERS, Cell, make_layers
 from .limit import copy_steps, limit_steps
-from .timing import Step, Timing, time_providers
+from .timing import Step, Timing, capture, time_providers
 
 #: Providers that are measures, not steps.
 MEASURES = ("limit", "copy")
@@ -88,7 +88,7 @@ def measure(
         providers[backend] = [_step(layer, backend) for layer in layers]
     for name in against:
         try:
-            providers[name] = _peer(name, layers, wanted)
+            providers[name] = _peer(name, layers, wanted, graph)
         except Mismatch as mismatch:
             left_out[name] = (f"wrong: {mismatch}", True)
         except peers.NotHere as missing:
@@ -157,11 +157,17 @@ def _step(layer: Call, backend: str) -> Step:
     return lambda: layer.run(backend)
 
 
-def _peer(name: str, layers: Sequence[Call], wanted: _Wanted) -> list[Step]:
-    """The peer's steps, after its check. Its first run may tune itself on its caches, so that one is thrown away."""
+def _peer(name: str, layers: Sequence[Call], wanted: _Wanted, graph: bool) -> list[Step]:
+    """The peer's steps, after its check. Its first run may tune itself on its caches, so that one is thrown away.
+
+    One that a graph cannot hold fails here, by itself, and not when all providers are captured.
+    """
     peers.bind(name, layers[0].clone()).step()
     call = layers[0].clone()
     bound = peers.bind(name, call)
     bound.step()
     wanted.check(call, bound.collect(), chain=True)
+    device = call.arguments["x"].device
+    if graph and device.type == "cuda":
+        capture([bound.step], device)
     return [peers.bind(name, layer).step for layer in layers]

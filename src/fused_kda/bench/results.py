@@ -9,6 +9,7 @@ import json
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,10 @@ def _driver() -> str:
     return found[0] if found else "unknown"
 
 
-def versions() -> dict[str, str | None]:
-    """Installed versions of :data:`DISTRIBUTIONS`, and this package's; None where one is not there."""
+def versions(names: Sequence[str] = DISTRIBUTIONS) -> dict[str, str | None]:
+    """This package's version, and those of distributions; None where one is not installed."""
     found: dict[str, str | None] = {"fused-kda": __version__}
-    for name in DISTRIBUTIONS:
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -14,7 +13,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from .. import __version__, gates
+from .. import gates
+from ..bench.results import versions
 from . import engine as engines
 from .terminal import console, print_json, stop
 
@@ -142,13 +142,8 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"fused-kda": __version__, "python": platform.python_version()}
-    for name in DISTRIBUTIONS:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions | {"CUDA of torch": torch.version.cuda, "HIP of torch": torch.version.hip}
+    of_torch = {"CUDA of torch": torch.version.cuda, "HIP of torch": torch.version.hip}
+    return {**versions(DISTRIBUTIONS), "python": platform.python_version(), **of_torch}
 
 
 def _triton_cache() -> Path:
