@@ -48,8 +48,11 @@ print(
 
 Where `auto` passes over a faster backend that has rows for the device's architecture, the first such call warns once
 (`FallbackWarning`), naming the closed gates and why; in strict mode it raises instead. `stats()` counts calls by
-backend and reason. `warmup(...)`, with the arguments of a call, chooses and compiles ahead of the first step or of a
-graph capture.
+backend and reason. `warmup(...)`, with a layer or with calls, chooses, and compiles or loads, ahead of the first step or
+of a graph capture; `kernel_counts()` then shows that serving compiles nothing ([Deploying](deploying.md)).
+
+A gate also answers for the machine: whether its modules are installed, whether the device has the shared memory that a
+program may need, and whether the kernels can be had: compiled here, or held by a prebuilt directory.
 
 ## Support
 
@@ -81,7 +84,9 @@ def render() -> str:
             "conv bias",
             "norm weight",
             "slots aligned to",
+            "shared memory",
             "needs",
+            "compiled",
             "chosen by `auto`",
             "note",
         ),
@@ -108,7 +113,9 @@ def _row(row: Row) -> tuple[str, ...]:
         _values(row.bias_dtypes),
         _values(row.norm_dtypes),
         f"{row.state_alignment} bytes" if row.state_alignment > 1 else "any",
+        f"{row.shared_memory / 1024:g} KiB" if row.shared_memory else "-",
         ", ".join(f"`{module}`" for module in row.modules) or "-",
+        "yes" if row.compiler is not None else "no",
         "yes" if row.auto else "no",
         row.note or "-",
     )

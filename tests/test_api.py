@@ -27,6 +27,7 @@ def test_the_public_names() -> None:
         "__version__",
         "explain",
         "fused_kda_decode",
+        "kernel_counts",
         "stats",
         "warmup",
     }
@@ -189,19 +190,20 @@ def test_warmup_prepares_and_touches_nothing(monkeypatch: pytest.MonkeyPatch) ->
     backend = fake_backend.install(monkeypatch)
     call = draw(SMALL)
     before = call.clone()
-    warmup(**call.arguments)
+    warmup(call.arguments)
     assert call.touched_elsewhere(before) == []
     assert call.arguments["out"].isnan().all()
-    assert (len(backend.prepared), backend.launches, stats()) == (1, 0, {})
+    prepared = len(backend.prepared)
+    assert (prepared > 0, backend.launches, stats()) == (True, 0, {})
     call.run("auto")
-    assert (len(backend.prepared), backend.launches, stats()) == (1, 1, {("fast", "auto"): 1})
+    assert (len(backend.prepared), backend.launches, stats()) == (prepared, 1, {("fast", "auto"): 1})
 
 
 def test_explain_touches_nothing_and_says_what_the_call_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_backend.install(monkeypatch, head_dims=(128,))
     call = draw(SMALL)
     before = call.clone()
-    found = explain(**call.arguments, prefetch=True)
+    found = explain(**{**call.arguments, "prefetch": True})
     assert call.touched_elsewhere(before) == []
     assert stats() == {}
     assert found.problem.prefetch
@@ -246,7 +248,7 @@ def test_the_devices_own_context_is_entered_and_left(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device", Guard)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     call = draw(SMALL)
-    warmup(**call.arguments)
+    warmup(call.arguments)
     (plan,) = api._plans.values()
     for index, expected in ((None, []), (0, []), (1, [1, "left"])):
         entered.clear()

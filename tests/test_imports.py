@@ -20,11 +20,12 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 #: A room may import from its own rank and below.
 RANKS = (
     ("layouts",),
-    ("contract",),
-    ("gates",),
+    ("contract", "switches"),
+    ("binaries",),  # prebuilt kernels as files
+    ("gates", "debug"),
     ("kernels",),
-    ("api",),
-    ("ops", "pool"),
+    ("api", "build"),
+    ("ops", "pool", "finite"),
     ("",),  # the package itself: the public names
     ("nn",),
     ("engines", "transfer", "testing", "bench"),
@@ -81,7 +82,8 @@ def test_the_walk_finds_imports() -> None:
     """It would be satisfied by anything if it found none."""
     found = {name: set(imports(name)) for name in MODULES}
     assert found["fused_kda.contract"] == {"fused_kda.layouts"}
-    assert found["fused_kda.api"] == {"fused_kda.gates", "fused_kda.contract"}
+    below = ("binaries", "contract", "debug", "gates")
+    assert found["fused_kda.api"] == {f"fused_kda.{name}" for name in below}
     assert found["fused_kda.kernels.reference"] == {"fused_kda.contract"}
     assert found["fused_kda"] == {"fused_kda.ops", "fused_kda.api"}
 
@@ -124,7 +126,7 @@ print(json.dumps([after, initialized, bool(out[0].any()), bool(out[1].any()), so
 def test_it_needs_torch_alone_and_touches_no_device() -> None:
     loaded, initialized, live, null, used = fresh(ALONE)
     assert {"fused_kda", "fused_kda.api", "fused_kda.ops"} <= set(loaded)
-    assert {room(name) for name in loaded} <= {"", "layouts", "contract", "gates", "api", "ops"}
+    assert {room(name) for name in loaded} <= {"", "layouts", "contract", "switches", "binaries", "debug", "gates", "api", "ops"}
     assert not initialized
     assert (live, null) == (True, False)
     assert used == [["reference", "auto"]]

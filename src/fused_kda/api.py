@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
-from . import gates
+from . import binaries, debug, gates
 from .contract import DecodeProblem, Tensors, decode_problem
 
 logger = logging.getLogger("fused_kda")
@@ -152,50 +154,96 @@ def fused_kda_decode(
     index = plan.device_index
     if index is None or index == torch.cuda.current_device():
         if plan.debug:
-            _check_data(plan.problem, tensors)
+            debug.check(plan.problem, tensors)
         launch(tensors)
     else:
         with torch.cuda.device(index):
             if plan.debug:
-                _check_data(plan.problem, tensors)
+                debug.check(plan.problem, tensors)
             launch(tensors)
     return out
 
 
-def warmup(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_state: torch.Tensor,
-    raw_g: torch.Tensor,
-    raw_beta: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state_indices: torch.Tensor,
-    state: torch.Tensor,
-    out: torch.Tensor | None = None,
-    *,
-    lower_bound: float | None = None,
-    output_gate: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-5,
-    scale: float | None = None,
-    null_slot: int = 0,
-    has_initial_state: torch.Tensor | None = None,
-    prefetch: bool = False,
-    backend: str = "auto",
-) -> None:
-    """Do now what :func:`fused_kda_decode` does at its first call with such arguments: check, choose, compile.
+class HasDecodeProblems(Protocol):
+    """What :func:`warmup` takes for a layer."""
 
-    Takes the same arguments and raises the same errors; reads and writes no tensor. For an engine to call before it
-    serves, or before it captures a CUDA graph. What a backend compiles does not depend on the batch, the pool size,
-    pitches or row strides, so one call per layer shape is enough.
+    def decode_problems(self, pool: Any) -> Iterable[DecodeProblem]: ...
+
+
+def warmup(
+    work: HasDecodeProblems | DecodeProblem | Mapping[str, Any] | Iterable[DecodeProblem | Mapping[str, Any]],
+    pool: Any = None,
+    *,
+    backend: str = "auto",
+    prebuilt: str | os.PathLike[str] | None = None,
+) -> dict[str, int]:
+    """Get ready, and into the device, every kernel that the given calls may need, whatever their batch.
+
+    For an engine to call before it serves, or before it captures a CUDA graph. Reads and writes no tensor. What a
+    kernel is specialised on does not depend on the batch, the pool size, pitches or row strides, so one call per layer
+    shape is enough; alignment to 16 bytes and ``prefetch`` do matter.
+
+    Args:
+        work: a layer (its ``decode_problems(pool)`` says what it will call), a call's arguments by name as
+            :func:`fused_kda_decode` takes them, a :class:`DecodeProblem`, or several of the last two.
+        pool: the layer's pool.
+        backend: as in :func:`fused_kda_decode`.
+        prebuilt: a directory that ``fused-kda build`` wrote; from now on it is asked before the environment's and the
+            wheel's.
+
+    Returns:
+        Kernels by where they came from, in this call alone: "prebuilt", "cache" (compiled earlier) and "compiled".
+        Kernels that the device had already are not counted. :func:`kernel_counts` tells the process's totals.
+
+    Raises:
+        As :func:`fused_kda_decode`, and ValueError where ``prebuilt`` is no such directory.
     """
-    tensors = Tensors(
-        x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, out,  # type: ignore[arg-type]
-        output_gate, norm_weight, has_initial_state,
-    )  # fmt: skip
-    _plan(tensors, (lower_bound, norm_eps, scale, null_slot, prefetch, backend))
+    if prebuilt is not None:
+        gates.use_prebuilt(prebuilt)
+    before = kernel_counts()
+    mark = gates.warming.set(True)
+    try:
+        for one in _pieces(work, pool):
+            problem = one if isinstance(one, DecodeProblem) else _plan_call(one, backend).problem
+            _select(_forced(problem), backend, "warm")
+    finally:
+        gates.warming.reset(mark)
+    return {origin: count - before[origin] for origin, count in kernel_counts().items()}
+
+
+def kernel_counts() -> dict[str, int]:
+    """Kernels that this process has got so far, by where from: "prebuilt", "cache" and "compiled".
+
+    After :func:`warmup`, steps that "compiled" does not grow with have compiled nothing.
+    """
+    return {origin: binaries.counts[origin] for origin in ("prebuilt", "cache", "compiled")}
+
+
+def _pieces(work: Any, pool: Any) -> Iterator[DecodeProblem | Mapping[str, Any]]:
+    if isinstance(work, DecodeProblem | Mapping):
+        yield work
+    elif hasattr(work, "decode_problems"):
+        yield from work.decode_problems(pool)
+    elif isinstance(work, Iterable):
+        for one in work:
+            yield from _pieces(one, pool)
+    else:
+        raise TypeError(f"work: expected a layer, calls or problems, got {type(work).__name__}")
+
+
+_SCALARS: dict[str, Any] = {
+    "lower_bound": None, "norm_eps": 1e-5, "scale": None, "null_slot": 0, "prefetch": False, "backend": "auto",
+}  # fmt: skip
+
+
+def _plan_call(call: Mapping[str, Any], backend: str) -> _Plan:
+    """The plan for a call's arguments by name, as the call itself would make it."""
+    unknown = set(call) - set(Tensors._fields) - set(_SCALARS)
+    if unknown:
+        raise TypeError(f"work: expected arguments of fused_kda_decode, got {', '.join(sorted(unknown))}")
+    tensors = Tensors(*(call.get(name) for name in Tensors._fields))  # type: ignore[arg-type]
+    scalars = {**_SCALARS, "backend": backend, **call}
+    return _plan(tensors, tuple(scalars[name] for name in _SCALARS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +298,7 @@ def explain(
         lower_bound=lower_bound, output_gate=output_gate, norm_weight=norm_weight, norm_eps=norm_eps, scale=scale,
         null_slot=null_slot, has_initial_state=has_initial_state, prefetch=prefetch,
     )  # fmt: skip
+    problem = _forced(problem)
     selection = None
     with contextlib.suppress(NotImplementedError):
         selection = gates.select(problem, backend)
@@ -274,7 +323,7 @@ def reset() -> None:
     _plans.clear()
     _retired.clear()
     _warned.clear()
-    gates.settings.cache_clear()
+    gates.reset()
 
 
 def _key(t: Tensors, scalars: tuple[object, ...]) -> tuple[object, ...]:
@@ -328,17 +377,7 @@ def _make_plan(key: tuple[object, ...] | None, tensors: Tensors, scalars: tuple[
         lower_bound=lower_bound, output_gate=gate, norm_weight=norm, norm_eps=norm_eps, scale=scale,  # type: ignore[arg-type]
         null_slot=null_slot, has_initial_state=initial, prefetch=prefetch,  # type: ignore[arg-type]
     )  # fmt: skip
-    forced = gates.settings().prefetch
-    if forced is not None:
-        problem = replace(problem, prefetch=forced)
-    selection = gates.select(problem, backend)  # type: ignore[arg-type]
-    _configure_logging(gates.settings().log_level)
-    if selection.fallback is not None:
-        _announce_fallback(selection)
-    launch = None
-    if problem.batch > 0:
-        launch = importlib.import_module(f".kernels.{selection.backend}", __package__).prepare(problem)
-        logger.info("decode runs on %s (%s): %s", selection.backend, selection.reason, problem)
+    selection, launch = _select(_forced(problem), backend, "prepare")  # type: ignore[arg-type]
     plan = _Plan(problem, selection, launch, raw_g.shape, gates.settings().debug)
     if key is not None:
         if len(_plans) >= MAX_PLANS:
@@ -347,6 +386,38 @@ def _make_plan(key: tuple[object, ...] | None, tensors: Tensors, scalars: tuple[
             _plans.clear()
         _plans[key] = plan
     return plan
+
+
+def _forced(problem: DecodeProblem) -> DecodeProblem:
+    """The problem with the environment's word about ``prefetch``, if it has one."""
+    forced = gates.settings().prefetch
+    return problem if forced is None else replace(problem, prefetch=forced)
+
+
+def _select(
+    problem: DecodeProblem, backend: str, step: str
+) -> tuple[gates.Selection, Callable[[Tensors], None] | None]:
+    """Choose a backend and let it ``prepare`` (to launch) or ``warm`` the problem.
+
+    Code that the device refuses closes the gate it came through, and the choice is made anew.
+    """
+    while True:
+        selection = gates.select(problem, backend)
+        _configure_logging(gates.settings().log_level)
+        if selection.fallback is not None:
+            _announce_fallback(selection)
+        if problem.batch == 0:
+            return selection, None
+        module = importlib.import_module(f".kernels.{selection.backend}", __package__)
+        try:
+            launch = getattr(module, step, module.prepare)(problem)  # without ``warm``, preparing is all there is
+        except gates.Unloadable as error:
+            logger.warning("%s cannot be loaded on %s: %s", selection.backend, problem.device, error)
+            if not error.prebuilt:
+                gates.shut(selection.backend, gates.architecture(problem.device), str(error))
+            continue
+        logger.info("decode runs on %s (%s): %s", selection.backend, selection.reason, problem)
+        return selection, launch
 
 
 def _configure_logging(level: str | None) -> None:
@@ -368,39 +439,9 @@ def _announce_fallback(selection: gates.Selection) -> None:
     mark = (selection.backend, selection.fallback or "")
     if mark not in _warned:
         _warned.add(mark)
-        warnings.warn(text, FallbackWarning, stacklevel=5)
+        warnings.warn(text, FallbackWarning, stacklevel=6)
 
 
 def _stats_key(selection: gates.Selection) -> tuple[str, str]:
     reason = selection.reason if selection.fallback is None else f"fallback: {selection.fallback}"
     return selection.backend, reason
-
-
-def _check_data(problem: DecodeProblem, tensors: Tensors) -> None:
-    """Debug mode: refuse repeated live slots, out-of-range indices and non-finite pools. Synchronises.
-
-    Out of range is what no engine means: beyond the pool, or below -1, although both are null rows to a kernel.
-    """
-    indices = tensors.state_indices.flatten().tolist()
-    beyond = [row for row, slot in enumerate(indices) if not -1 <= slot < problem.slots]
-    if beyond:
-        raise ValueError(
-            f"state_indices: expected -1 <= slot < {problem.slots}, got {[indices[row] for row in beyond]} "
-            f"in rows {beyond}"
-        )
-    owners: dict[int, list[int]] = {}
-    for row, slot in enumerate(indices):
-        if slot > problem.null_slot:
-            owners.setdefault(slot, []).append(row)
-    repeated = {slot: rows for slot, rows in owners.items() if len(rows) > 1}
-    if repeated:
-        raise ValueError(f"state_indices: expected each live slot once, got slot: rows {repeated}")
-    started = None if tensors.has_initial_state is None else tensors.has_initial_state.tolist()
-    for name, pool in (("conv_state", tensors.conv_state), ("state", tensors.state)):
-        bad = [
-            (rows[0], slot)
-            for slot, rows in owners.items()
-            if (started is None or started[rows[0]]) and not bool(pool[slot].isfinite().all())
-        ]
-        if bad:
-            raise ValueError(f"{name}: expected finite values in live slots, got others in (row, slot) {bad}")

@@ -3,8 +3,10 @@
 The build, the run-time choice, the tests, the docs and ``fused-kda doctor`` read :data:`TABLE`; nothing else in the
 project decides what a backend can do. A row exists only for a backend that exists.
 
-:func:`explain` says for one problem, backend by backend, whether its gate is open and if not why, in words.
-:func:`select` chooses. Environment switches are listed in :data:`SWITCHES` and read once, by :func:`settings`.
+:func:`explain` says for one problem, backend by backend, whether its gate is open and if not why, in words: by the
+row's ranges, by what the machine has (modules, shared memory, a compiler), and, where nothing can be compiled, by what
+the prebuilt directories hold. :func:`select` chooses. :data:`SWITCHES` lists the environment switches, read once, by
+:func:`settings`.
 """
 
 from __future__ import annotations
@@ -13,82 +15,20 @@ import functools
 import importlib
 import importlib.util
 import os
-import tempfile
+import shutil
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from . import binaries, switches
+from .binaries import PrebuiltSet
 from .contract import ACTIVATION_DTYPES, CONV_WIDTHS, DecodeProblem
 from .layouts import LAYOUTS, LayoutKind
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """One environment variable: its name, the values it takes, its default, and what it does."""
-
-    variable: str
-    values: str
-    default: str
-    meaning: str
-
-
-SWITCHES: tuple[Switch, ...] = (
-    Switch("FUSED_KDA_BACKEND", "auto or a backend name", "auto", "backend used where a call says `auto`"),
-    Switch("FUSED_KDA_STRICT", "0, 1", "0", "an `auto` call that would fall back to a slower backend raises instead"),
-    Switch(
-        "FUSED_KDA_DEBUG",
-        "0, 1",
-        "0",
-        "check tensor data before each step (duplicate live slots, out-of-range indices, non-finite pools); "
-        "synchronises the device",
-    ),
-    Switch(
-        "FUSED_KDA_LOG_LEVEL",
-        "DEBUG, INFO, WARNING, ERROR",
-        "",
-        "level of the `fused_kda` logger, which then also prints to stderr if no handler is set up; "
-        "unset leaves it to the application",
-    ),
-    Switch(
-        "FUSED_KDA_PREFETCH",
-        "call, 0, 1",
-        "call",
-        "whether GPU kernels read weights, pools and indices ahead of the previous kernel: as each call says, never, "
-        "always",
-    ),
-    Switch(
-        "FUSED_KDA_CACHE_DIR",
-        "a directory",
-        "",
-        "where compiled CUDA kernels are kept; unset means `fused-kda` in `XDG_CACHE_HOME` or `~/.cache`",
-    ),
-    Switch(
-        "FUSED_KDA_VLLM",
-        "off, fill, replace",
-        "fill",
-        "what the vLLM plug-in does: nothing; run what vLLM's own fused op lacks; run everything",
-    ),
-    Switch("FUSED_KDA_SGLANG", "0, 1", "0", "whether the SGLang plug-in replaces SGLang's fused decode"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The environment switches, parsed.
-
-    ``log_level`` is None where the application's own logging set-up stands, ``prefetch`` where each call's word does.
-    """
-
-    backend: str
-    strict: bool
-    debug: bool
-    log_level: str | None
-    prefetch: bool | None
-    cache_dir: Path
-    vllm: str
-    sglang: bool
+from .switches import SWITCHES as SWITCHES
+from .switches import Settings as Settings
 
 
 @functools.cache
@@ -98,38 +38,7 @@ def settings() -> Settings:
     Raises:
         ValueError: a switch has a value that it does not take; the text names the variable.
     """
-    raw = {switch.variable: os.environ.get(switch.variable, switch.default) for switch in SWITCHES}
-    backend = raw["FUSED_KDA_BACKEND"]
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"FUSED_KDA_BACKEND: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}")
-    level = raw["FUSED_KDA_LOG_LEVEL"].upper()
-    if level not in ("", "DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ValueError(f"FUSED_KDA_LOG_LEVEL: expected DEBUG, INFO, WARNING or ERROR, got {level!r}")
-    if raw["FUSED_KDA_VLLM"] not in ("off", "fill", "replace"):
-        raise ValueError(f"FUSED_KDA_VLLM: expected off, fill or replace, got {raw['FUSED_KDA_VLLM']!r}")
-    return Settings(
-        backend=backend,
-        strict=_flag("FUSED_KDA_STRICT", raw["FUSED_KDA_STRICT"]),
-        debug=_flag("FUSED_KDA_DEBUG", raw["FUSED_KDA_DEBUG"]),
-        log_level=level or None,
-        prefetch=None
-        if raw["FUSED_KDA_PREFETCH"] == "call"
-        else _flag("FUSED_KDA_PREFETCH", raw["FUSED_KDA_PREFETCH"]),
-        cache_dir=Path(raw["FUSED_KDA_CACHE_DIR"] or _user_cache() / "fused-kda"),
-        vllm=raw["FUSED_KDA_VLLM"],
-        sglang=_flag("FUSED_KDA_SGLANG", raw["FUSED_KDA_SGLANG"]),
-    )
-
-
-def _user_cache() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(tempfile.gettempdir() if cache.startswith("~") else cache)  # a user without a home directory
-
-
-def _flag(variable: str, value: str) -> bool:
-    if value not in ("0", "1"):
-        raise ValueError(f"{variable}: expected 0 or 1, got {value!r}")
-    return value == "1"
+    return switches.read(BACKENDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +53,11 @@ class Row:
         dtypes, state_dtypes, weight_dtypes, norm_dtypes, bias_dtypes: element types.
         state_alignment: bytes to which every slot of the recurrent pool must be aligned.
         modules: what must be importable.
+        shared_memory: bytes of shared memory (LDS) that one program may need.
         auto: whether ``backend="auto"`` may choose it.
         condition: a further test of the machine that returns the reason why the gate is closed, or None.
+        compiler: a test that returns why a kernel cannot be compiled here, or None; only asked where no prebuilt
+            directory holds it. None where there is nothing to compile.
         note: what a reader of the table should know.
     """
 
@@ -162,13 +74,11 @@ class Row:
     bias_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     state_alignment: int = 1
     modules: tuple[str, ...] = ()
+    shared_memory: int = 0
     auto: bool = True
     condition: Callable[[], str | None] | None = None
+    compiler: Callable[[], str | None] | None = None
     note: str = ""
-
-    def reasons(self, problem: DecodeProblem) -> list[str]:
-        """Why this row cannot run the problem, in words; empty where it can. The architecture is not asked."""
-        return self.range_reasons(problem) + self.machine_reasons()
 
     def range_reasons(self, problem: DecodeProblem) -> list[str]:
         """Why the problem is outside the row's ranges whatever the machine; empty where it is inside."""
@@ -194,25 +104,77 @@ class Row:
             )
         return found
 
-    def machine_reasons(self) -> list[str]:
-        """Why this machine cannot use the row whatever the problem; empty where it can."""
-        found = [_missing(name) for name in self.modules if not _importable(name)]
+    def launch_reasons(self, device: torch.device | None = None) -> list[str]:
+        """Why this machine, or the device, cannot launch the row's kernels even if they are there."""
+        found = [_missing(name) for name in self.modules if not importable(name)]
         if not found and self.condition is not None:
             reason = self.condition()
             found += [reason] if reason else []
+        limit = shared_memory_limit(device) if self.shared_memory and device is not None else None
+        if limit is not None and limit < self.shared_memory:
+            found.append(f"the device has {limit} bytes of shared memory per program, {self.shared_memory} are needed")
+        return found
+
+    def compile_reason(self) -> str | None:
+        """Why nothing can be compiled for the row here, or None."""
+        if self.compiler is None:
+            return None
+        if settings().compile == "never":
+            return "compiling is switched off (FUSED_KDA_COMPILE=never)"
+        return self.compiler()
+
+    def machine_reasons(self, device: torch.device | None = None) -> list[str]:
+        """Why this machine cannot use the row whatever the problem; empty where it can."""
+        found = self.launch_reasons(device)
+        reason = None if found else self.compile_reason()
+        if reason is not None and not any(one.held(self.backend, a) for one in prebuilt_sets() for a in self.archs):
+            found.append(reason)
         return found
 
 
 def _nvrtc_problem() -> str | None:
-    """Why NVRTC cannot compile here, or None. Asked only where cuda.bindings is installed."""
+    """Why NVRTC cannot compile here for this driver, or None."""
     try:
+        importlib.import_module("cuda.core")
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         result, major, minor = nvrtc.nvrtcVersion()
     except Exception as error:  # whatever a missing or broken library raises closes the gate, and the reason names it
         return f"NVRTC cannot be loaded ({type(error).__name__}: {error})"
     if int(result) != 0 or (major, minor) < (12, 9):
         return f"NVRTC {major}.{minor} is older than 12.9"
+    driver = _driver_version()
+    if driver is not None and driver // 1000 < major:
+        return f"the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, NVRTC makes code for CUDA {major}"
     return None
+
+
+@functools.cache
+def _driver_version() -> int | None:
+    """The CUDA version that the driver supports, as 13000; None without a driver."""
+    try:
+        result, version = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()
+    except Exception:  # no driver: the bindings' own error type differs from version to version
+        return None
+    return int(version) if int(result) == 0 else None
+
+
+def _triton_problem() -> str | None:
+    """Why Triton cannot compile here, or None: what it needs comes with it."""
+    return None if importable("triton") else _missing("triton")
+
+
+def _no_launcher() -> str | None:
+    """Triton builds its launcher with a C compiler; on NVIDIA the driver's own launch does without."""
+    if importable("cuda.bindings"):
+        return None
+    reason = _no_c_compiler()
+    return reason and f"{reason}, or cuda-bindings (pip install 'fused-kda[cuda]')"
+
+
+def _no_c_compiler() -> str | None:
+    if os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc"))):
+        return None
+    return "Triton builds its launcher at first use and needs a C compiler on PATH"
 
 
 def _interpreter_off() -> str | None:
@@ -231,15 +193,23 @@ EXTRAS: tuple[str, ...] = ("cuda", "triton")
 BACKENDS: tuple[str, ...] = ("cuda", "triton", "chain", "reference")
 
 TABLE: tuple[Row, ...] = (
-    Row(
-        backend="cuda",
-        archs=("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
-        launches=1,
-        head_dims=(128,),
-        conv_widths=(4,),
-        modules=("cuda.core", "cuda.bindings"),
-        condition=_nvrtc_problem,
-        note="one launch, any number of heads; pools that are not aligned to 16 bytes take narrower, slower accesses",
+    *(
+        Row(
+            backend="cuda",
+            archs=archs,
+            launches=1,
+            head_dims=(128,),
+            conv_widths=(4,),
+            modules=("cuda.bindings",),
+            shared_memory=shared_memory,
+            compiler=_nvrtc_problem,
+            note=f"one launch, any number of heads{note}; pools that are not aligned to 16 bytes take narrower, slower "
+            "accesses",
+        )
+        for archs, shared_memory, note in (
+            (("sm_80", "sm_86", "sm_89", "sm_120"), 6 * 1024, ""),
+            (("sm_90", "sm_100", "sm_103"), 70 * 1024, ", tiles by the copy engine"),
+        )
     ),
     *(
         Row(
@@ -248,18 +218,26 @@ TABLE: tuple[Row, ...] = (
             launches=launches,
             head_dims=(64, 128, 256),
             modules=("triton",),
-            auto=condition is None,
+            shared_memory=shared_memory,
+            auto=compiler is not None,
             condition=condition,
+            compiler=compiler,
             note=note,
         )
         for backend, launches, what in (
             ("triton", 1, "one launch, the same source on NVIDIA and AMD"),
             ("chain", 3, "conv update, recurrence and gated norm as launches of their own (two without the norm)"),
         )
-        for archs, condition, note in (
-            (_TRITON_NVIDIA, None, what),
-            (_TRITON_AMD, None, f"{what}; compiled for and interpreted, not yet run on hardware"),
-            (("cpu",), _interpreter_off, "for tests: Triton's interpreter, asked for by name"),
+        for archs, shared_memory, condition, compiler, note in (
+            (_TRITON_NVIDIA, 1024, _no_launcher, _triton_problem, what),
+            (
+                _TRITON_AMD,
+                4096,
+                _no_c_compiler,
+                _triton_problem,
+                f"{what}; compiled for and interpreted, not yet run on hardware",
+            ),
+            (("cpu",), 0, _interpreter_off, None, "for tests: Triton's interpreter, asked for by name"),
         )
     ),
     Row(
@@ -287,17 +265,99 @@ def architecture(device: torch.device) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
+def shared_memory_limit(device: torch.device) -> int | None:
+    """Bytes of shared memory that one program may have on the device; None where there is no such limit."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    limit = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+    return int(limit)
+
+
+_argument: Path | None = None
+_shut: dict[tuple[str, str], str] = {}
+#: Whether this thread is inside ``warmup()``.
+warming: ContextVar[bool] = ContextVar("warming", default=False)
+
+
+def use_prebuilt(directory: str | os.PathLike[str] | None) -> None:
+    """Ask this prebuilt directory before the one in the environment and the one in the wheel; None takes that back.
+
+    Raises:
+        ValueError: ``fused-kda build`` has not written it.
+    """
+    global _argument
+    if directory is not None:
+        PrebuiltSet(Path(directory))
+    _argument = None if directory is None else Path(directory)
+    prebuilt_sets.cache_clear()
+
+
+@functools.cache
+def prebuilt_sets() -> tuple[PrebuiltSet, ...]:
+    """The prebuilt directories in the order in which they are asked: argument, environment, inside the wheel.
+
+    Raises:
+        ValueError: one of them is not a prebuilt directory.
+    """
+    inside = binaries.INSIDE if (binaries.INSIDE / binaries.MANIFEST).exists() else None
+    wanted = dict.fromkeys(one for one in (_argument, settings().prebuilt, inside) if one is not None)
+    return tuple(map(PrebuiltSet, wanted))
+
+
+def before_compile(what: str) -> None:
+    """Count a compilation that is about to happen, or refuse it.
+
+    Raises:
+        RuntimeError: the environment forbids it now.
+    """
+    mode = settings().compile
+    if mode == "never" or (mode == "warmup" and not warming.get()):
+        raise RuntimeError(
+            f"FUSED_KDA_COMPILE={mode}: expected every kernel to be there, got one that must be compiled: {what}. "
+            "Prebuild it (fused-kda build), or call fused_kda.warmup(...) for it before serving"
+        )
+    binaries.counts["compiled"] += 1
+
+
+class Unloadable(RuntimeError):
+    """The device would not load a backend's machine code; the text says why. ``prebuilt``: it came from a directory."""
+
+    def __init__(self, reason: str, prebuilt: bool = False) -> None:
+        super().__init__(reason)
+        self.prebuilt = prebuilt
+
+
+def shut(backend: str, arch: str, reason: str) -> None:
+    """Close a backend's gate on an architecture for the rest of the process: its code cannot be loaded here."""
+    _shut[backend, arch] = reason
+
+
+def reset() -> None:
+    """Forget the switches, the prebuilt directories, what was shut and what was counted."""
+    use_prebuilt(None)
+    settings.cache_clear()
+    _shut.clear()
+    binaries.counts.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One backend's gate for one problem: open, or closed with the reasons."""
+    """One backend's gate for one problem: open, or closed with the reasons.
+
+    ``prebuilt`` is the directory that holds the problem's kernels; "" where they are compiled, or there are none.
+    """
 
     backend: str
     open: bool
     reasons: tuple[str, ...]
     auto: bool
+    prebuilt: str = ""
 
     def __str__(self) -> str:
-        return f"{self.backend}: open" if self.open else f"{self.backend}: closed: {'; '.join(self.reasons)}"
+        if self.open:
+            return f"{self.backend}: open" + (f" (prebuilt in {self.prebuilt})" if self.prebuilt else "")
+        return f"{self.backend}: closed: {'; '.join(self.reasons)}"
 
 
 def rows(backend: str, arch: str | None = None) -> tuple[Row, ...]:
@@ -314,22 +374,41 @@ def supported(problem: DecodeProblem, device: torch.device | str | None = None) 
 
 def explain(problem: DecodeProblem, device: torch.device | str | None = None) -> tuple[Verdict, ...]:
     """Every backend's gate for the problem, fastest first, with the reasons of those that are closed."""
-    arch = architecture(torch.device(device) if device is not None else problem.device)
-    return tuple(_verdict(backend, arch, problem) for backend in BACKENDS)
+    where = torch.device(device) if device is not None else problem.device
+    return tuple(_verdict(backend, where, problem) for backend in BACKENDS)
 
 
-def _verdict(backend: str, arch: str, problem: DecodeProblem) -> Verdict:
+def _verdict(backend: str, device: torch.device, problem: DecodeProblem) -> Verdict:
+    arch = architecture(device)
     candidates = rows(backend, arch)
     if not candidates:
         known = sorted({name for row in rows(backend) for name in row.archs})
         return Verdict(backend, False, (f"architecture {arch} is not in {', '.join(known)}",), False)
     closed: list[str] = []
+    if (backend, arch) in _shut:
+        return Verdict(backend, False, (_shut[backend, arch],), any(row.auto for row in candidates))
     for row in candidates:
-        reasons = row.reasons(problem)
+        reasons = row.range_reasons(problem) + row.launch_reasons(device)
+        prebuilt = ""
+        if not reasons and row.compiler is not None:
+            prebuilt, lacking = _prebuilt_for(backend, arch, problem)
+            reason = None if prebuilt else row.compile_reason()
+            reasons = [reason, *lacking] if reason else []
         if not reasons:
-            return Verdict(backend, True, (), row.auto)
+            return Verdict(backend, True, (), row.auto, prebuilt)
         closed += [reason for reason in reasons if reason not in closed]
     return Verdict(backend, False, tuple(closed), any(row.auto for row in candidates))
+
+
+def _prebuilt_for(backend: str, arch: str, problem: DecodeProblem) -> tuple[str, list[str]]:
+    """The first prebuilt directory that holds the problem's kernels, or "" and why each of them does not."""
+    lacking = []
+    for one in prebuilt_sets():
+        reason = one.lacks(backend, arch, problem.spec, problem.prefetch)
+        if reason is None:
+            return str(one.directory), []
+        lacking.append(reason)
+    return "", lacking
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +471,8 @@ def _missing(module: str) -> str:
 
 
 @functools.cache
-def _importable(module: str) -> bool:
+def importable(module: str) -> bool:
+    """Whether a module is installed; does not import it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

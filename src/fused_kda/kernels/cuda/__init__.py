@@ -12,8 +12,8 @@ import torch
 
 from ... import gates
 from ...contract import DecodeProblem, Tensors
-from .launch import make_launch
-from .shape import choose
+from .launch import loaded_kernel, make_launch
+from .shape import choose, shapes
 
 
 def prepare(problem: DecodeProblem) -> Callable[[Tensors], None]:
@@ -21,3 +21,10 @@ def prepare(problem: DecodeProblem) -> Callable[[Tensors], None]:
     arch = gates.architecture(problem.device)
     sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
     return make_launch(problem, choose(problem, arch, sms), arch)
+
+
+def warm(problem: DecodeProblem) -> None:
+    """Find or compile, and load, the kernels that any batch of the problem's specialisation may be launched with."""
+    arch = gates.architecture(problem.device)
+    for shape in shapes(problem.spec, arch, problem.prefetch):
+        loaded_kernel(problem.spec, shape, problem.prefetch, arch, problem.device.index)

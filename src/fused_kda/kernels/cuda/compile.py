@@ -1,7 +1,8 @@
 """From a specialisation and a launch shape to machine code. No tensors, no launch; no GPU is needed.
 
-NVRTC compiles ``fused_decode.cu`` for one architecture. The result is kept on disk (:func:`cache_directory`), so that a
-machine compiles a specialisation once; the key covers source, options, architecture and NVRTC's version.
+NVRTC compiles ``fused_decode.cu`` for one architecture. The result is kept on disk (:mod:`..cache`), so that a machine
+compiles a specialisation once; the key covers source, options, architecture and NVRTC's version. NVRTC is imported
+when something is compiled: what is prebuilt runs without it.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from cuda.bindings import nvrtc
-from cuda.core import Program, ProgramOptions
-from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache, make_program_cache_key
 
-from ... import gates
+from ... import binaries, gates
 from ...contract import Specialization
+from ..cache import private_directory, unusable
 from .shape import Shape
 
 logger = logging.getLogger("fused_kda")
@@ -36,6 +37,8 @@ _TYPES = {
 
 def nvrtc_version() -> str:
     """NVRTC's version as "13.0"."""
+    from cuda.bindings import nvrtc
+
     result, major, minor = nvrtc.nvrtcVersion()
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(f"NVRTC: expected its version, got {result.name}")
@@ -73,6 +76,11 @@ def macros(spec: Specialization, shape: Shape, prefetch: bool) -> dict[str, str]
     return {name: str(value) for name, value in values.items()}
 
 
+def recipe(spec: Specialization, shape: Shape, prefetch: bool, arch: str) -> dict[str, Any]:
+    """All that a compilation depends on but source and compiler, as plain JSON."""
+    return {"kernel": ENTRY, "arch": arch, "macros": macros(spec, shape, prefetch)}
+
+
 def compile_cubin(spec: Specialization, shape: Shape, prefetch: bool, arch: str, *, cached: bool = True) -> bytes:
     """Machine code of one specialisation for one architecture, from the disk cache or from NVRTC.
 
@@ -85,45 +93,61 @@ def compile_cubin(spec: Specialization, shape: Shape, prefetch: bool, arch: str,
 
     Raises:
         cuda.core's NVRTCError: the source does not compile; the text holds NVRTC's log.
+        RuntimeError: the environment forbids to compile now, and the cache does not have it.
     """
+    from cuda.core import ProgramOptions
+    from cuda.core.utils import make_program_cache_key
+
     source = SOURCE.read_text()
     options = ProgramOptions(
         name=SOURCE.name, arch=arch, std="c++17", fma=False, define_macro=list(macros(spec, shape, prefetch).items())
     )
     if not cached:
-        return bytes(Program(source, "c++", options).compile("cubin").code)
+        return _compile(source, options)
     key = make_program_cache_key(code=source, code_type="c++", options=options, target_type="cubin")
-    cache = _cache(cache_directory())
-    entry: bytes | None = cache.get(key)
-    if entry is not None:
+    root = gates.settings().cache_dir
+    for cache in _caches(root):
+        entry: bytes = cache.get(key, b"")
         digest, code = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
-        if digest == _digest(code):
+        if entry and digest == _digest(key, code):
+            binaries.counts["cache"] += 1
             return code
-        logger.warning("a damaged entry in the kernel cache %s is compiled anew", cache_directory())
-    code = bytes(Program(source, "c++", options).compile("cubin").code)
-    try:
-        cache[key] = _digest(code) + code
-    except OSError as error:
-        logger.warning("kernel cache %s: %s; this kernel is compiled in every process", cache_directory(), error)
+        if entry:
+            logger.warning("a damaged entry in the kernel cache %s is compiled anew", root)
+    gates.before_compile(f"cuda for {arch}, {spec}, {shape}")
+    code = _compile(source, options)
+    for cache in _caches(root):
+        try:
+            cache[key] = _digest(key, code) + code
+            break
+        except OSError as error:
+            unusable(root, error)
     return code
 
 
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: ``FUSED_KDA_CACHE_DIR``, or ``fused-kda`` in the user's cache directory."""
-    return gates.settings().cache_dir
+def _compile(source: str, options: Any) -> bytes:
+    from cuda.core import Program
+
+    return bytes(Program(source, "c++", options).compile("cubin").code)
 
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def _digest(code: bytes) -> bytes:
-    return hashlib.sha256(code).digest()
+def _digest(key: bytes, code: bytes) -> bytes:
+    """Before an entry's code: that it is whole, and the code of this key."""
+    return hashlib.sha256(key + code).digest()
 
 
 @functools.cache
-def _cache(directory: Path) -> FileStreamProgramCache | InMemoryProgramCache:
-    try:
-        return FileStreamProgramCache(directory)
-    except OSError as error:
-        logger.warning("kernel cache %s: %s; kernels are compiled in every process", directory, error)
-        return InMemoryProgramCache()
+def _caches(root: Path) -> tuple[MutableMapping[bytes, bytes], ...]:
+    """Where to look, and to write until it works: the disk if it can be used, then this process's memory."""
+    from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
+
+    directory = private_directory(root, "cuda")
+    if directory is not None:
+        try:
+            return FileStreamProgramCache(directory), InMemoryProgramCache()
+        except OSError as error:
+            unusable(root, error)
+    return (InMemoryProgramCache(),)

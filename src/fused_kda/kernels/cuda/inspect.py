@@ -26,7 +26,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ from ... import gates
 from ...contract import Specialization
 from ...layouts import ConvLayout
 from .compile import ENTRY, compile_cubin, nvrtc_version
-from .shape import EIGHTHS, HALVES, QUARTERS, REGISTERS, WHOLE, Shape, has_copy_engine
+from .shape import REGISTERS, WHOLE, Shape, has_copy_engine, shapes
 
 DIM, WIDTH = 128, 4
 LOCKS = Path("locks/cuda")
@@ -96,7 +96,7 @@ def listed(arch: str, layouts: Sequence[str] = ("SD", "DS", "DS+2")) -> list[Lis
     for layout in layouts:
         for state_dtype in (torch.float32, torch.bfloat16):
             spec = _spec(layout, state_dtype=state_dtype)
-            for shape, prefetch in _launches(arch, state_dtype):
+            for shape, prefetch in ((shape, early) for early in (True, False) for shape in shapes(spec, arch, early)):
                 found.append(Listed(_name(layout, state_dtype, shape, prefetch), spec, shape, prefetch))
     for layout, feature, changes in _FEATURES:
         if layout in layouts:
@@ -186,16 +186,6 @@ def table(reports: Iterable[Report]) -> str:
 
 def _locked(entry: Report) -> dict[str, object]:
     return {key: value for key, value in asdict(entry).items() if key not in ("name", "arch", "counts")}
-
-
-def _launches(arch: str, state_dtype: torch.dtype) -> list[tuple[Shape, bool]]:
-    """The (shape, prefetch) pairs that :func:`shape.choose` can give aligned pools on an architecture."""
-    if not has_copy_engine(arch):
-        return [(REGISTERS, True), (REGISTERS, False)]
-    early = [(EIGHTHS, True), (REGISTERS, True)] if state_dtype == torch.float32 else []
-    late = [(replace(EIGHTHS, hint=True), False), (HALVES, False)] if state_dtype == torch.float32 else []
-    early += [(QUARTERS, True), (HALVES, True), (WHOLE, True)]
-    return early + late + [(replace(QUARTERS, hint=True), False), (replace(HALVES, hint=True), False)]
 
 
 def _name(layout: str, state_dtype: torch.dtype, shape: Shape, prefetch: bool) -> str:

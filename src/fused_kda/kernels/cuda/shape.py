@@ -68,6 +68,17 @@ def choose(problem: DecodeProblem, arch: str, sms: int) -> Shape:
     return shape if problem.prefetch else replace(shape, hint=size == 2 or per_sm <= 2.0)
 
 
+def shapes(spec: Specialization, arch: str, prefetch: bool) -> tuple[Shape, ...]:
+    """Every launch shape that :func:`choose` can give a specialisation on an architecture, whatever the batch."""
+    if spec.state_alignment < 16 or not has_copy_engine(arch):
+        return (REGISTERS,)
+    size = spec.state_dtype.itemsize
+    if prefetch:
+        return tuple(dict.fromkeys((*(shape for _, shape in _PREFETCH[size]), WHOLE)))
+    few = tuple(replace(shape, hint=True) for shape in (*(shape for _, shape in _WAIT[size]), HALVES))
+    return few if size == 2 else (*few, HALVES)
+
+
 def has_copy_engine(arch: str) -> bool:
     """Whether clusters and the copy engine are used: SM90 to SM103.
 

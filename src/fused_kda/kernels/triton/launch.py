@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ... import gates
 from ...contract import DecodeProblem, Tensors
-from ..jit import Launch, bind, compiled, interpreted, scalars
+from ..jit import Launch, bind, interpreted, load_kernel, scalars
 from .compile import decode_build
 from .kernel import decode
 from .shape import Shape, choose, shapes
@@ -28,10 +28,7 @@ def prepare(problem: DecodeProblem, shape: Shape | None = None) -> Launch:
     arch = INTERPRETED_ARCH if interpreted(decode) else gates.architecture(problem.device)
     if shape is None:
         shape = choose(spec, arch, problem.batch, problem.prefetch)
-        if not interpreted(decode):
-            # All shapes now, so that no other batch size has to compile later.
-            for _, other in shapes(spec, arch, problem.prefetch):
-                compiled(decode_build(spec, arch, other, problem.prefetch), arch, problem.device.index)
+        warm(problem)  # all shapes now, so that no other batch size has to compile later
     build = decode_build(spec, arch, shape, problem.prefetch)
     run = bind(build, arch, problem.device, problem.batch * spec.heads, scalars(problem, decode))
 
@@ -39,3 +36,12 @@ def prepare(problem: DecodeProblem, shape: Shape | None = None) -> Launch:
         run(tensors._asdict())
 
     return launch
+
+
+def warm(problem: DecodeProblem) -> None:
+    """Find or compile, and load, the kernels that any batch of the problem's specialisation may be launched with."""
+    if interpreted(decode):
+        return
+    arch = gates.architecture(problem.device)
+    for _, shape in shapes(problem.spec, arch, problem.prefetch):
+        load_kernel(decode_build(problem.spec, arch, shape, problem.prefetch), arch, problem.device.index)
