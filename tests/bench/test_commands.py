@@ -126,6 +126,11 @@ class TestCompare:
         assert result.exit_code == 2
         assert "--compare: expected cells that both runs have, got none" in result.stderr
 
+    def test_steps_must_be_shared(self, old: Path) -> None:
+        result = run("bench", "--device", "cpu", "--layers", "2", "--no-prefetch", "--compare", str(old))
+        assert result.exit_code == 2
+        assert "--compare: expected steps that both runs have, got none" in result.stderr
+
 
 MODEL = ("bench-model", "--device", "cpu", "--layers", "2", "--hidden", "32", "--heads", "1", "--replays", "2")
 

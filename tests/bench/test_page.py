@@ -55,6 +55,21 @@ def test_the_readme_keeps_what_is_around_its_marks() -> None:
             page.insert(broken, "new")
 
 
+def test_the_headline_is_the_largest_comparison_of_the_newest_day() -> None:
+    def run(date: str, cells: int, **changes: Any) -> dict[str, Any]:
+        pair = [bench("cuda", 2.0, **changes), bench("chain", 3.0, **changes)]
+        found = document("bench", geometric_means={}, graph=True, cells=pair * cells)
+        return found | {"machine": {**found["machine"], "date": date}}
+
+    newest = run("2026-02-02", 3)
+    alone = run("2026-03-03", 1)
+    alone["cells"] = [cell for cell in alone["cells"] if cell["provider"] == "cuda"]
+    others = [run("2026-01-01", 9), run("2026-02-02", 2), run("2026-02-02", 9, prefetch=False), alone]
+    others.append(run("2026-03-03", 9) | {"graph": False})
+    assert page.headline([newest, *others]) is page.headline([*others, newest]) is newest
+    assert page.headline(others[2:]) is None
+
+
 def bench(provider: str, us: float, **cell: Any) -> dict[str, Any]:
     key = {"heads": 12, "batch": 1, "layout": "SD", "state_dtype": "float32", "prefetch": True, "launches": 1.0}
     return {**key, "provider": provider, "us": {"median": us}, "over_limit": us / 2, **cell}

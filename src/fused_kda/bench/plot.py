@@ -21,6 +21,8 @@ _STYLES = (
     ("-.", "D", "#7b3f9d"),
     ("--", "v", "#6d6d6d"),
     (":", "P", "#a02020"),
+    ("-.", "X", "#007a87"),
+    ("-", "*", "#b8860b"),
 )
 _LIMIT = ("-", "", "#9a9a9a")
 #: The key under which a picture's PNG metadata has its digest.
@@ -54,7 +56,7 @@ def latency_panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
         if record["provider"] == "limit" and record["layout"] != first:
             continue
         heads, dtype = record["heads"], record["state_dtype"]
-        title = f"H = {heads}, {dtype} state"
+        title = f"H = {heads}, {dtype.replace('bfloat', 'bf').replace('float', 'fp')} state"
         panel = panels.setdefault((heads, dtype), Panel(title, "rows in the batch", "µs per layer", {}))
         name = record["provider"] if record["layout"] == first else f"{record['provider']} {record['layout']}"
         panel.series.setdefault(name, []).append((record["batch"], record["us"]["median"]))

@@ -1,4 +1,4 @@
-"""The ``fused-kda`` command: generate, eval, check, doctor, inspect.
+"""The ``fused-kda`` command: generate, eval, check, bench, bench-model, doctor, inspect.
 
 Every command prints for a person, or with ``--json`` one JSON document for a program. Exit codes: 0 done, 1 a check
 failed or a figure was below the one asked for, 2 the command line cannot be carried out.

@@ -305,6 +305,8 @@ def _finish(records: Sequence[dict[str, Any]], names: Sequence[str], timed: Sequ
 def _compare(old: dict[str, Any], records: Sequence[dict[str, Any]], threshold: float, quiet: bool) -> None:
     """Print the ratios and end with code 1 beyond the threshold."""
     found = comparison.ratios(old["cells"], records)
+    if not any(one.gated for one in found):
+        stop("--compare: expected steps that both runs have, got none (backends, --prefetch)")
     worse = [one for one in found if one.worse(threshold)]
     if not quiet:
         title = f"against {old['machine']['date']}, {old.get('commit', 'unknown commit')}: at most {threshold:g}"
