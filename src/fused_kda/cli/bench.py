@@ -24,6 +24,7 @@ from ..bench.decode import MEASURES, geometric_means, measure
 from ..bench.host import host_times
 from ..bench.peers import PEERS
 from ..bench.plot import Panel, draw, latency_panels
+from ..layouts import LAYOUTS
 from .terminal import (
     FAILED,
     command_line,
@@ -94,9 +95,11 @@ def command(
     if not set(others) <= set(PEERS):
         stop(f"--against: expected some of {', '.join(PEERS)}, got {against!r}")
     old = None if compare is None else _old(compare, where, graph)
-    cells = _cells(layout, heads, batch, state_dtype, where)
-    if old is not None:
-        cells = _cells_of(old["cells"], cells, named=any((layout, heads, batch, state_dtype)))
+    named = _named(layout, heads, batch, state_dtype)
+    if old is None:
+        cells = _cells(named, where)
+    else:
+        cells = _cells_of(old["cells"], named)
         backend = backend or ",".join(_backends_of(old["cells"]))
     names = parse_backends(backend or "all")
     records: list[dict[str, Any]] = []
@@ -121,7 +124,8 @@ def command(
     timed = [name for name in names if any(r["provider"] == name and "us" in r for r in records)]
     more: dict[str, Any] = {}
     if where.type == "cuda" and not graph:
-        more["host_us"] = {name: host_times(name, Cell(12, 1), where) for name in timed}
+        kernels = [name for name in timed if any(row.launches for row in gates.rows(name))]
+        more["host_us"] = {name: host_times(name, Cell(12, 1), where) for name in kernels}
     result = results.document(
         "bench",
         command_line(ctx, OUTPUTS),
@@ -150,19 +154,27 @@ def command(
         _compare(old, records, threshold, quiet=as_json or as_csv)
 
 
-def _cells(
-    layout: str | None, heads: str | None, batch: str | None, state_dtype: str | None, device: torch.device
-) -> list[Cell]:
+def _named(
+    layout: str | None, heads: str | None, batch: str | None, state_dtype: str | None
+) -> dict[str, tuple[Any, ...]]:
+    """What the options say of a cell, by the names of its fields; empty where they say nothing."""
+    return {
+        "heads": parse_numbers("--heads", heads) if heads else (),
+        "batch": parse_numbers("--batch", batch) if batch else (),
+        "layout": parse_layouts(layout) if layout else (),
+        "state_dtype": parse_dtypes(state_dtype) if state_dtype else (),
+    }
+
+
+def _cells(named: dict[str, tuple[Any, ...]], device: torch.device) -> list[Cell]:
     sizes = SIZES_CPU if device.type == "cpu" else SIZES
-    wanted = parse_numbers("--heads", heads) if heads else tuple(sizes)
-    batches = parse_numbers("--batch", batch) if batch else None
     fewest = min(sizes.values(), key=len)
     return [
-        Cell(h, b, kind, dtype)
-        for dtype in parse_dtypes(state_dtype or "fp32")
-        for h in wanted
-        for b in batches or sizes.get(h, fewest)
-        for kind in parse_layouts(layout or "SD,DS")
+        Cell(heads, batch, layout, dtype)
+        for dtype in named["state_dtype"] or (torch.float32,)
+        for heads in named["heads"] or sizes
+        for batch in named["batch"] or sizes.get(heads, fewest)
+        for layout in named["layout"] or LAYOUTS
     ]
 
 
@@ -182,14 +194,15 @@ def _old(path: Path, device: torch.device, graph: bool) -> dict[str, Any]:
     return old
 
 
-def _cells_of(old: Sequence[dict[str, Any]], wanted: Sequence[Cell], named: bool) -> list[Cell]:
-    """The old run's cells; where options name some, those of them that it has."""
-    there = list(
-        dict.fromkeys(
-            Cell(r["heads"], r["batch"], r["layout"], getattr(torch, r["state_dtype"])) for r in old if "us" in r
-        )
-    )
-    found = [cell for cell in there if cell in wanted] if named else there
+def _cells_of(old: Sequence[dict[str, Any]], named: dict[str, tuple[Any, ...]]) -> list[Cell]:
+    """The old run's cells, those alone that fit what the options say."""
+    timed = (record for record in old if "us" in record)
+    cells = (Cell(r["heads"], r["batch"], r["layout"], getattr(torch, r["state_dtype"])) for r in timed)
+    found = [
+        cell
+        for cell in dict.fromkeys(cells)
+        if all(not values or getattr(cell, name) in values for name, values in named.items())
+    ]
     if not found:
         stop("--compare: expected cells that both runs have, got none")
     return found
