@@ -312,7 +312,7 @@ def stats() -> dict[tuple[str, str], int]:
     gates.
     """
     total = Counter(_retired)
-    for plan in _plans.values():
+    for plan in list(_plans.values()):
         if plan.calls:
             total[_stats_key(plan.selection)] += plan.calls
     return dict(total)
@@ -381,10 +381,10 @@ def _make_plan(key: tuple[object, ...] | None, tensors: Tensors, scalars: tuple[
     plan = _Plan(problem, selection, launch, raw_g.shape, gates.settings().debug)
     if key is not None:
         if len(_plans) >= MAX_PLANS:
-            for old in _plans.values():
+            for old in list(_plans.values()):  # one step, whatever other threads do meanwhile
                 _retired[_stats_key(old.selection)] += old.calls
             _plans.clear()
-        _plans[key] = plan
+        plan = _plans.setdefault(key, plan)  # another thread may have been quicker
     return plan
 
 
