@@ -48,8 +48,8 @@ print(
 
 Where `auto` passes over a faster backend that has rows for the device's architecture, the first such call warns once
 (`FallbackWarning`), naming the closed gates and why; in strict mode it raises instead. `stats()` counts calls by
-backend and reason. `warmup(...)`, with a layer or with calls, chooses, and compiles or loads, ahead of the first step or
-of a graph capture; `kernel_counts()` then shows that serving compiles nothing ([Deploying](deploying.md)).
+backend and reason. `warmup(...)`, with a layer or with calls, chooses, and compiles or loads, ahead of the first step
+or of a graph capture; `kernel_counts()` then shows that serving compiles nothing ([Deploying](deploying.md)).
 
 A gate also answers for the machine: whether its modules are installed, whether the device has the shared memory that a
 program may need, and whether the kernels can be had: compiled here, or held by a prebuilt directory.

@@ -64,6 +64,18 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """A kernel just compiled for a directory: its key, and as in :class:`Kernel` its name, files and figures."""
+
+    key: str
+    name: str
+    files: Mapping[str, bytes]
+    registers: int | None
+    spills: int | None
+    shared: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Prebuilt:
     """A kernel found in a directory: its key, and by suffix its files' contents and where they lie."""
 

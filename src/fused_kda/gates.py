@@ -25,7 +25,7 @@ import torch
 
 from . import binaries, switches
 from .binaries import PrebuiltSet
-from .contract import ACTIVATION_DTYPES, CONV_WIDTHS, DecodeProblem
+from .contract import ACTIVATION_DTYPES, CONV_WIDTHS, DecodeProblem, Specialization
 from .layouts import LAYOUTS, LayoutKind
 from .switches import SWITCHES as SWITCHES
 from .switches import Settings as Settings
@@ -82,7 +82,10 @@ class Row:
 
     def range_reasons(self, problem: DecodeProblem) -> list[str]:
         """Why the problem is outside the row's ranges whatever the machine; empty where it is inside."""
-        spec = problem.spec
+        return self.spec_reasons(problem.spec)
+
+    def spec_reasons(self, spec: Specialization) -> list[str]:
+        """The same for a specialisation."""
         found = [
             f"{name} {_word(got)} is not in {', '.join(_word(value) for value in allowed)}"
             for name, got, allowed in (

@@ -22,9 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from .. import gates
-from ..binaries import Prebuilt, identity
+from ..binaries import Made, Prebuilt, identity
 from ..contract import DecodeProblem, Tensors
 from .obtain import obtain
+from .resources import resources
 from .triton_cache import compile_kernel
 
 Launch = Callable[[Tensors], None]
@@ -105,6 +106,26 @@ def compiled(build: Build, arch: str, device: int | None = None) -> CompiledKern
     """Compile for an architecture; kept per device, since a binary is loaded into one device's context."""
     options = {"enable_fp_fusion": False, **dict(build.options)}
     return compile_kernel(_source(build), target(arch), options, f"{build.backend} for {arch}, {build}")
+
+
+def prebuild(build: Build, arch: str) -> Made:
+    """Compile for a prebuilt directory: machine code without line numbers, and Triton's metadata."""
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True
+        kernel = compiled.__wrapped__(build, arch)
+    metadata = {**kernel.metadata._asdict(), "extern_libs": [], "target": vars(kernel.metadata.target)}
+    text = json.dumps(metadata, sort_keys=True, default=list).encode()
+    key, name = identity(recipe(build, arch)), str(metadata["name"])
+    if arch.startswith("gfx"):
+        assembly = kernel.asm["amdgcn"]
+
+        def figure(of: str) -> int:
+            return int(re.findall(rf"^\s+\.{of}:\s+(\d+)", assembly, re.MULTILINE)[0])
+
+        spills = figure("vgpr_spill_count") + figure("sgpr_spill_count")
+        return Made(key, name, {"hsaco": kernel.kernel, "json": text}, figure("vgpr_count"), spills, metadata["shared"])
+    registers, spilt, _ = resources(kernel.kernel) or (None, None, None)
+    return Made(key, name, {"cubin": kernel.kernel, "json": text}, registers, spilt, metadata["shared"])
 
 
 def _source(build: Build) -> ASTSource:

@@ -3,4 +3,5 @@
 It is the honest baseline for parity and for speed, and what runs where a one-launch backend cannot.
 """
 
+from .launch import prebuild as prebuild
 from .launch import prepare as prepare

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from ... import gates
+from ...binaries import Made
 from ...contract import DecodeProblem, Specialization, Tensors
 from ..jit import Build, Launch, bind, interpreted, scalars, unit
+from ..jit import prebuild as prebuild_kernel
 from .kernels import convolve_row, normalise, recur
 
 
@@ -65,6 +67,13 @@ def prepare(problem: DecodeProblem, shape: Shape = SHAPE) -> Launch:
             norm(named)
 
     return launch
+
+
+def prebuild(spec: Specialization, arch: str, target: str, prefetch: bool) -> list[Made]:
+    """The kernels of the specialisation, compiled. Triton takes ``arch`` alone; there is no prefetch here."""
+    builds = [_convolution(spec, SHAPE), _recurrence(spec, SHAPE)]
+    builds += [_norm(spec, SHAPE)] if spec.norm_dtype is not None else []
+    return [prebuild_kernel(build, arch) for build in builds]
 
 
 def _convolution(spec: Specialization, shape: Shape) -> Build:

@@ -12,6 +12,7 @@ import torch
 
 from ... import gates
 from ...contract import DecodeProblem, Tensors
+from .compile import prebuild as prebuild
 from .launch import loaded_kernel, make_launch
 from .shape import choose, shapes
 

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from ... import binaries, gates
+from ...binaries import Made
 from ...contract import Specialization
 from ..cache import private_directory, unusable
-from .shape import Shape
+from ..resources import resources
+from .shape import Shape, shapes
 
 logger = logging.getLogger("fused_kda")
 
@@ -123,6 +125,18 @@ def compile_cubin(spec: Specialization, shape: Shape, prefetch: bool, arch: str,
         except OSError as error:
             unusable(root, error)
     return code
+
+
+def prebuild(spec: Specialization, arch: str, target: str, prefetch: bool) -> list[Made]:
+    """Every kernel that a batch of the specialisation may be launched with, compiled for ``target`` (of ``arch``)."""
+    made = []
+    for shape in shapes(spec, arch, prefetch):
+        code = compile_cubin(spec, shape, prefetch, target, cached=False)
+        registers, spills, shared = resources(code) or (None, None, None)
+        dynamic = shape.shared_bytes(spec)
+        key = binaries.identity(recipe(spec, shape, prefetch, arch))
+        made.append(Made(key, ENTRY, {"cubin": code}, registers, spills, None if shared is None else shared + dynamic))
+    return made
 
 
 def _compile(source: str, options: Any) -> bytes:

@@ -15,10 +15,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -34,6 +32,7 @@ import torch
 from ... import gates
 from ...contract import Specialization
 from ...layouts import ConvLayout
+from ..resources import cuobjdump
 from .compile import ENTRY, compile_cubin, nvrtc_version
 from .shape import REGISTERS, WHOLE, Shape, has_copy_engine, shapes
 
@@ -117,17 +116,6 @@ def report(arch: str, layouts: Sequence[str] = ("SD", "DS", "DS+2"), *, jobs: in
         raise RuntimeError("cuobjdump: expected it on PATH or in an installed triton, found neither")
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(lambda entry: _read(entry, arch, tool), listed(arch, layouts)))
-
-
-def cuobjdump() -> Path | None:
-    """The disassembler: Triton's own, which is pinned with it, else the one on PATH."""
-    triton = importlib.util.find_spec("triton")
-    if triton is not None and triton.origin is not None:
-        bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        if bundled.exists():
-            return bundled
-    found = shutil.which("cuobjdump")
-    return Path(found) if found else None
 
 
 def compiler() -> str:

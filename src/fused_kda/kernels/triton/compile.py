@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from ...binaries import Made
 from ...contract import Specialization
 from ..jit import Build, unit
+from ..jit import prebuild as prebuild_kernel
 from .kernel import decode
-from .shape import Shape, has_pdl
+from .shape import Shape, has_pdl, shapes
 
 
 def decode_build(spec: Specialization, arch: str, shape: Shape, prefetch: bool) -> Build:
@@ -75,3 +77,10 @@ def decode_build(spec: Specialization, arch: str, shape: Shape, prefetch: bool) 
         ),
         options=tuple(options.items()),
     )
+
+
+def prebuild(spec: Specialization, arch: str, target: str, prefetch: bool) -> list[Made]:
+    """Every kernel that a batch of the specialisation may be launched with. Triton takes ``arch`` alone."""
+    return [
+        prebuild_kernel(decode_build(spec, arch, shape, prefetch), arch) for _, shape in shapes(spec, arch, prefetch)
+    ]
