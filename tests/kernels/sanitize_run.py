@@ -13,7 +13,6 @@ the driver's entry points that the bindings look for and this driver lacks.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -26,6 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
+from fused_kda.bench import results
 from kernels.sanitize_matrix import BACKENDS, FAULTS, cases
 
 CALLS = "kernels.sanitize_calls"
@@ -164,17 +166,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launches = sum(outcome.launches for outcome in checked)
     print(f"{launches} launches checked, {noticed} of {len(tools)} faults noticed, {len(failed)} lanes failed")
     if options.json:
-        import torch
-
-        from fused_kda.bench.results import machine
-
-        record = {
-            "command": "make sanitize",
-            "machine": machine(torch.device("cuda", 0)),
-            "filters": FILTERS,
-            "lanes": [outcome.record() for outcome in outcomes],
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        device = torch.device("cuda", torch.cuda.current_device())
+        records = [outcome.record() for outcome in outcomes]
+        results.write(
+            results.document("sanitize", "make sanitize", device, filters=FILTERS, lanes=records), options.json
+        )
     return 1 if failed or noticed < len(tools) else 0
 
 
