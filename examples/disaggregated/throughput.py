@@ -135,8 +135,10 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="at least 2")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds: quartiles need at least 2")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     torch.set_num_threads(1)
 
