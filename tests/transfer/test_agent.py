@@ -104,6 +104,7 @@ def collect(agent: TransferAgent, seconds: float = 5.0) -> list[bool]:
     return []
 
 
+@pytest.mark.case(23)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("kind", "source_size", "target_size", "page_shared"),
@@ -151,6 +152,7 @@ def test_slots_arrive_whole(
         assert source.collect() == []
 
 
+@pytest.mark.case(23)
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -382,6 +384,7 @@ def test_a_full_pool_takes_nothing(make_agent: MakeAgent) -> None:
     assert nothing_is_left(target)
 
 
+@pytest.mark.case(22)
 def test_slots_listed_by_an_unfinished_step_are_not_received_into(make_agent: MakeAgent) -> None:
     source, target = make_agent(), make_agent()
     offered = offer(source, target)

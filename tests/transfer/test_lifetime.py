@@ -59,6 +59,7 @@ def no_rule(slots: object) -> Iterator[None]:
     yield
 
 
+@pytest.mark.case(22)
 @pytest.mark.parametrize("kept", [False, True], ids=["without the rule", "with the rule"])
 def test_a_queued_step_corrupts_a_received_slot_unless_the_rule_is_kept(kept: bool) -> None:
     pool = make_pool()
@@ -75,6 +76,7 @@ def test_a_queued_step_corrupts_a_received_slot_unless_the_rule_is_kept(kept: bo
 
 
 @pytest.mark.gpu
+@pytest.mark.case(22)
 @pytest.mark.parametrize("kept", [False, True], ids=["without the rule", "with the rule"])
 def test_a_running_step_corrupts_a_received_slot_unless_the_rule_is_kept(kept: bool) -> None:
     pool = make_pool("cuda", 128)

@@ -118,6 +118,7 @@ def copy(source: StatePool, target: StatePool, ranges: list[list[int]]) -> None:
         ctypes.memmove(dst, src, size)
 
 
+@pytest.mark.case(23)
 @settings(max_examples=150)
 @given(models, sides(), sides(), slot_pairs)
 def test_every_byte_lands_where_it_belongs(

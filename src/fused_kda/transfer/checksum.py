@@ -35,12 +35,14 @@ def checksums(pool: StatePool, slots: Sequence[int]) -> torch.Tensor:
     count = 4 * (first.state[0, 0].numel() + first.conv_state[0].numel() // heads)
     weights = torch.arange(1, 2 * count, 2, device=device) * _SPREAD
     # A slice is a view of its slot; on a GPU all slots at once take fewer launches.
-    parts = [slice(slot, slot + 1) for slot in slots] if device.type == "cpu" else [list(slots)]
+    parts: list[slice | torch.Tensor] = [slice(slot, slot + 1) for slot in slots]
+    if device.type != "cpu":
+        parts = [torch.tensor(slots, device=device)]
     layers = [torch.cat([_sums(pool.layer(n), part, weights) for part in parts]) for n in range(pool.layers)]
     return torch.stack(layers, 1).cpu()
 
 
-def _sums(layer: LayerPool, part: slice | list[int], weights: torch.Tensor) -> torch.Tensor:
+def _sums(layer: LayerPool, part: slice | torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """int64 ``[slots, heads]`` of one layer, on its device."""
     state = layer.state[part].flatten(2)
     window = torch.unflatten(layer.conv_state[part], 1, (3, state.shape[1], -1)).transpose(1, 2).flatten(2)
