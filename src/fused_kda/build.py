@@ -166,6 +166,7 @@ def write(
         for backend in gates.BACKENDS:
             shutil.rmtree(directory / backend, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True)
+    sources = {backend: source_hash(backend) for backend in dict.fromkeys(one.backend for one in wanted)}
     kernels: dict[str, dict[str, Any]] = {}
     problems = []
     for request, made in _compile_all(wanted, jobs):
@@ -187,7 +188,7 @@ def write(
         "format": FORMAT,
         "fused_kda": importlib.import_module(__package__ or "").__version__,
         "tools": _tools(),
-        "sources": {backend: source_hash(backend) for backend in dict.fromkeys(one.backend for one in wanted)},
+        "sources": sources,
         "kernels": kernels,
         "problems": problems,
     }

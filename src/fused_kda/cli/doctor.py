@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from .. import gates
 from ..bench.results import versions
+from . import cache
 from . import engine as engines
 from .terminal import console, print_json, stop
 
@@ -87,7 +87,9 @@ def examine() -> dict[str, Any]:
         "versions": _versions(),
         "backends": [asdict(one) for one in found],
         "auto": chosen,
-        "caches": [_cache("cuda", gates.settings().cache_dir), _cache("triton and chain", _triton_cache())],
+        "prebuilt": _prebuilt(devices),
+        "compiling": gates.settings().compile,
+        "caches": cache.examine(),
         "switches": [{**asdict(s), "value": os.environ.get(s.variable)} for s in gates.SWITCHES],
     }
 
@@ -101,16 +103,44 @@ def gate(backend: str, device: torch.device) -> Gate:
         return Gate(
             str(device), backend, False, None, False, "", (f"no row for architecture {arch}",), f"one of {known}"
         )
-    usable = [row for row in rows if not row.machine_reasons()]
+    usable = [row for row in rows if not row.machine_reasons(device)]
     if usable:
-        covers = "; or ".join(dict.fromkeys(_ranges(row) for row in usable))
+        covers = "; or ".join(dict.fromkeys(_covers(row, arch) for row in usable))
         launches = usable[0].launches
         return Gate(str(device), backend, True, launches, any(row.auto for row in usable), covers, (), "")
-    reasons = tuple(dict.fromkeys(reason for row in rows for reason in row.machine_reasons()))
+    reasons = tuple(dict.fromkeys(reason for row in rows for reason in row.machine_reasons(device)))
     missing = {module.split(".")[0] for row in rows for module in row.modules if f"module {module} is" in str(reasons)}
     extras = ",".join(sorted({EXTRAS[module] for module in missing if module in EXTRAS}))
     opens = f"pip install 'fused-kda[{extras}]'" if extras else ""
     return Gate(str(device), backend, False, rows[0].launches, False, "", reasons, opens)
+
+
+def _covers(row: gates.Row, arch: str) -> str:
+    """What a usable row covers here: its ranges, or what is prebuilt where nothing can be compiled."""
+    reason = row.compile_reason()
+    if reason is None:
+        return _ranges(row)
+    held = [one["specialization"] for each in gates.prebuilt_sets() for one in each.held(row.backend, arch)]
+    heads = ", ".join(map(str, sorted({spec["heads"] for spec in held})))
+    layouts = "/".join(sorted({spec["conv_layout"]["kind"] for spec in held}, reverse=True))
+    states = "/".join(sorted({_short(spec["state_dtype"]) for spec in held}, reverse=True))
+    return f"prebuilt alone ({reason}): H {heads}, {layouts}, state {states}"
+
+
+def _prebuilt(devices: list[torch.device]) -> list[dict[str, Any]]:
+    """The prebuilt directories that are asked, and how much each holds for the devices here."""
+    archs = dict.fromkeys(gates.architecture(device) for device in devices if device.type == "cuda")
+    return [
+        {
+            "directory": str(one.directory),
+            "version": one.version,
+            "tools": one.tools,
+            "stale": [reason for backend in gates.BACKENDS if (reason := one.stale(backend))],
+            "architectures": sorted({kernel.arch for kernel in one.kernels.values()}),
+            "here": {f"{b} {a}": len(one.held(b, a)) for a in archs for b in gates.BACKENDS if one.held(b, a)},
+        }
+        for one in gates.prebuilt_sets()
+    ]
 
 
 def _ranges(row: gates.Row) -> str:
@@ -146,18 +176,6 @@ def _versions() -> dict[str, str | None]:
     return {**versions(DISTRIBUTIONS), "python": platform.python_version(), **of_torch}
 
 
-def _triton_cache() -> Path:
-    """Where Triton keeps what it compiled; its own rule."""
-    home = Path(os.environ.get("TRITON_HOME", Path.home()))
-    return Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
-
-
-def _cache(backends: str, directory: Path) -> dict[str, Any]:
-    files = [path for path in directory.rglob("*") if path.is_file()] if directory.is_dir() else []
-    size = sum(path.stat().st_size for path in files)
-    return {"backends": backends, "directory": str(directory), "files": len(files), "bytes": size}
-
-
 def _print(report: dict[str, Any]) -> None:
     for one in report["devices"]:
         memory = f", {one['memory_gib']} GiB" if one["memory_gib"] else ""
@@ -175,10 +193,11 @@ def _print(report: dict[str, Any]) -> None:
             "`fused-kda inspect` compiles the kernels for a GPU that is not here.",
             soft_wrap=True,
         )
-    for one in report["caches"]:
-        size = f"{one['files']} files, {one['bytes'] / 2**20:.1f} MiB" if one["files"] else "empty"
-        text = f"compiled kernels of {one['backends']}: {one['directory']} ({size})"
-        console.print(text, markup=False, soft_wrap=True)
+    for one in report["prebuilt"]:
+        here = ", ".join(f"{count} problems for {where}" for where, count in one["here"].items()) or "nothing for here"
+        text = f"prebuilt kernels: {one['directory']} ({', '.join(one['architectures'])}; {here})"
+        console.print("; ".join([text, *one["stale"]]), markup=False, soft_wrap=True)
+    cache.show(report["caches"])
     switches = Table(title="environment switches", title_justify="left", show_header=False)
     switches.add_column(no_wrap=True)
     switches.add_column()
