@@ -1,8 +1,8 @@
 """The same step through other projects' public calls, where they are installed: ``fused-kda bench --against NAME``.
 
 Each adapter takes a drawn call of the op and gives a :class:`Bound`. What a project cannot do with the call it says by
-raising; the bench reports that as the reason and times nothing. None of them rounds as the fused kernels here do, so
-their results are held to the budget of the unfused chain.
+raising; the bench reports that as the reason and times nothing. They round in places of their own, so their results are
+held to the budget of the unfused chain.
 """
 
 from __future__ import annotations

@@ -73,14 +73,14 @@ def time_providers(
         providers: steps by name.
         device: where they run.
         replays: rounds that are kept.
-        warmup: rounds before them.
+        warmup: rounds before them; a CPU takes one at most.
         graph: replay CUDA graphs; False queues every launch anew. A CPU has no graphs and takes no notice.
 
     Returns:
         Microseconds per step of every kept round, and the launches of one step.
     """
     if device.type == "cpu":
-        return _time_by_clock(providers, replays, warmup)
+        return _time_by_clock(providers, replays, min(warmup, 1))
     runs: dict[str, Callable[[], None]] = {}
     launches: dict[str, float | None] = {}
     for name, steps in providers.items():
