@@ -96,7 +96,10 @@ class Outcome:
     def record(self) -> dict[str, object]:
         """The outcome for a results file."""
         kept = {name: value for name, value in asdict(self).items() if name not in ("lane", "output")}
-        return {**asdict(self.lane), **kept, "seconds": round(self.seconds, 1), "passed": self.passed}
+        name = FAULTS[str(self.lane.tool)][0] if self.lane.fault else None
+        return {
+            **asdict(self.lane), "fault_name": name, **kept, "seconds": round(self.seconds, 1), "passed": self.passed,
+        }  # fmt: skip
 
 
 def _first(part: str) -> int:
