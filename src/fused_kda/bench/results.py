@@ -35,7 +35,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 def machine(device: torch.device) -> dict[str, Any]:
     """What the figures are measured on, and the day."""
     found: dict[str, Any] = {
-        "device": platform.processor() or platform.machine(),
+        "device": _cpu(),
         "architecture": gates.architecture(device),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -55,14 +55,23 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+def _cpu() -> str:
+    """The processor's model where the system tells it, else its architecture."""
+    return _in_file("/proc/cpuinfo", r"model name\s*: (.+)") or platform.processor() or platform.machine()
+
+
 def _driver() -> str:
     """Version of NVIDIA's kernel module, as it says it itself."""
+    return _in_file("/proc/driver/nvidia/version", r"\b(\d+\.\d+(?:\.\d+)?)\b") or "unknown"
+
+
+def _in_file(path: str, pattern: str) -> str | None:
+    """What a pattern's group finds first in a file; None where there is no such file or text."""
     try:
-        text = Path("/proc/driver/nvidia/version").read_text()
+        found = re.search(pattern, Path(path).read_text())
     except OSError:
-        return "unknown"
-    found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text)
-    return found[0] if found else "unknown"
+        return None
+    return found[1] if found else None
 
 
 def versions(names: Sequence[str] = DISTRIBUTIONS) -> dict[str, str | None]:
