@@ -199,6 +199,25 @@ def test_warmup_prepares_and_touches_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert (len(backend.prepared), backend.launches, stats()) == (prepared, 1, {("fast", "auto"): 1})
 
 
+def test_warmup_takes_problems_calls_and_several_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = fake_backend.install(monkeypatch)
+    one, other = draw(SMALL), draw(Draw(batch=2, heads=3, head_dim=8))
+    warmup(one.problem)
+    assert backend.prepared == [one.problem]
+    warmup([one.problem, other.arguments], backend="fast")
+    assert backend.prepared[-1] == other.problem
+    assert backend.launches == 0
+    with pytest.raises(TypeError, match=r"^work: expected a layer, calls or problems, got int$"):
+        warmup(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^work: expected arguments of fused_kda_decode, got slots$"):
+        warmup({**one.arguments, "slots": 3})
+    with pytest.raises(ValueError, match=r"^x: expected shape"):
+        warmup({**one.arguments, "x": one.arguments["x"][:, 1:]})
+    monkeypatch.setattr(gates, "BACKENDS", ("cuda", *gates.BACKENDS))
+    with pytest.raises(NotImplementedError, match="got cuda"):
+        warmup(one.problem, backend="cuda")
+
+
 def test_explain_touches_nothing_and_says_what_the_call_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_backend.install(monkeypatch, head_dims=(128,))
     call = draw(SMALL)

@@ -146,7 +146,8 @@ class TestDoctor:
             assert word in result.stdout
 
     def test_json(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        (tmp_path / "kernel").write_bytes(b"cubin")
+        (tmp_path / "cuda").mkdir()
+        (tmp_path / "cuda" / "kernel").write_bytes(b"cubin")
         monkeypatch.setenv("FUSED_KDA_STRICT", "1")
         monkeypatch.setenv("FUSED_KDA_CACHE_DIR", str(tmp_path))
         report = run_json("doctor")
@@ -156,7 +157,7 @@ class TestDoctor:
         on_cpu = {gate["backend"]: gate for gate in report["backends"] if gate["device"] == "cpu"}
         assert tuple(on_cpu) == gates.BACKENDS
         assert on_cpu["reference"]["open"]
-        assert report["caches"][0]["directory"] == str(tmp_path)
+        assert report["caches"][0]["directory"] == str(tmp_path / "cuda")
         assert (report["caches"][0]["files"], report["caches"][0]["bytes"]) == (1, 5)
         values = {switch["variable"]: switch["value"] for switch in report["switches"]}
         assert values["FUSED_KDA_STRICT"] == "1"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_kda import FallbackWarning
+from fused_kda import FallbackWarning, api, warmup
 from fused_kda.nn import KimiDeltaAttention, kda
 from fused_kda.pool import StatePool
 
@@ -224,9 +224,9 @@ def test_the_op_gets_slices_of_the_projection_without_a_copy(family, monkeypatch
     seen = {}
     real = kda.fused_kda_decode
 
-    def spy(*args, **kwargs):
-        seen.update(x=args[0], weight=args[1], beta=args[5], gate=kwargs["output_gate"], prefetch=kwargs["prefetch"])
-        return real(*args, **kwargs)
+    def spy(**call):
+        seen.update(call, beta=call["raw_beta"], gate=call["output_gate"])
+        return real(**call)
 
     monkeypatch.setattr(kda, "fused_kda_decode", spy)
     layer.decode(tokens(3, torch.bfloat16), make_pool(layer, fill=0.0), torch.tensor([1, 2, 3]))
@@ -246,6 +246,20 @@ def test_the_op_gets_slices_of_the_projection_without_a_copy(family, monkeypatch
     else:
         assert list(layer.columns) == ["q", "k", "v", "b", "f_a", "g_a"]
         assert seen["beta"].storage_offset() == 3 * inner
+
+
+@families
+@pytest.mark.parametrize("mask", [False, True])
+def test_what_warmup_is_told_is_what_decode_asks(family, mask):
+    """The specialisation and prefetch of the layer's own call, whatever batch it then has."""
+    layer = make_layer(family, torch.bfloat16)
+    pool = make_pool(layer, layout="DS")
+    (told,) = layer.decode_problems(pool, index_dtype=torch.int64, has_initial_state=mask)
+    warmup(layer, pool)
+    initial = torch.tensor([False, True, True]) if mask else None
+    layer.decode(tokens(3, torch.bfloat16), pool, torch.tensor([1, 2, 3]), has_initial_state=initial)
+    (asked,) = (plan.problem for plan in api._plans.values())
+    assert (told.spec, told.prefetch, told.device) == (asked.spec, asked.prefetch, asked.device)
 
 
 @families

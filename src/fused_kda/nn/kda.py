@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from ..api import FallbackWarning, fused_kda_decode
-from ..contract import QK_NORM_EPS
+from ..contract import QK_NORM_EPS, DecodeProblem, decode_problem
 from ..layouts import Shard
 from ..pool import LayerPool
 from .chunked import delta_rule, fla_delta_rule, fla_reason
@@ -232,28 +233,58 @@ class KimiDeltaAttention(nn.Module):
         """
         projected = self.in_proj(hidden)
         raw_g, gate = self._gates(projected)
-        y = fused_kda_decode(
-            self._x(projected),
-            self.conv_weight,
-            None,
-            pool.conv_state,
-            raw_g,
-            projected[:, self.columns["b"]],
-            self.A_log,
-            self.dt_bias,
-            state_indices,
-            pool.state,
-            lower_bound=self.lower_bound,
-            output_gate=gate,
-            norm_weight=self.norm_weight,
-            norm_eps=self.norm_eps,
-            null_slot=pool.null_slot,
-            has_initial_state=has_initial_state,
-            prefetch=True,  # the kernel ahead is a projection's GEMM: it writes no weight, pool or index
-            backend=backend,
-        )
+        call = self._call(projected, raw_g, gate, pool, state_indices, has_initial_state)
+        y = fused_kda_decode(**call, backend=backend)
         out: torch.Tensor = self.o_proj(y)
         return out
+
+    def decode_problems(
+        self, pool: LayerPool, *, index_dtype: torch.dtype = torch.int32, has_initial_state: bool = False
+    ) -> list[DecodeProblem]:
+        """What :meth:`decode` asks of the op on this pool, for :func:`fused_kda.warmup`.
+
+        Args:
+            pool: this layer's pools.
+            index_dtype: of the indices that steps will be given.
+            has_initial_state: whether they will be given that mask.
+        """
+        weight = self.in_proj.weight.detach()
+        projected, raw_g = weight.new_empty(1, weight.shape[0]), weight.new_empty(1, self.num_heads * self.head_dim)
+        gate = raw_g if self.g_b_proj is not None else projected[:, self.columns["g"]]
+        indices = torch.empty(1, dtype=index_dtype, device=weight.device)
+        mask = torch.empty(1, dtype=torch.bool, device=weight.device) if has_initial_state else None
+        with torch.no_grad():
+            return [decode_problem(**self._call(projected, raw_g, gate, pool, indices, mask))]
+
+    def _call(
+        self,
+        projected: torch.Tensor,
+        raw_g: torch.Tensor,
+        gate: torch.Tensor,
+        pool: LayerPool,
+        state_indices: torch.Tensor,
+        has_initial_state: torch.Tensor | None,
+    ) -> dict[str, Any]:
+        """The op's arguments for one step."""
+        return {
+            "x": self._x(projected),
+            "weight": self.conv_weight,
+            "bias": None,
+            "conv_state": pool.conv_state,
+            "raw_g": raw_g,
+            "raw_beta": projected[:, self.columns["b"]],
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "state_indices": state_indices,
+            "state": pool.state,
+            "lower_bound": self.lower_bound,
+            "output_gate": gate,
+            "norm_weight": self.norm_weight,
+            "norm_eps": self.norm_eps,
+            "null_slot": pool.null_slot,
+            "has_initial_state": has_initial_state,
+            "prefetch": True,  # the kernel ahead is a projection's GEMM: it writes no weight, pool or index
+        }
 
     def _gates(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """raw_g and output gate, both ``[..., P]``, from the merged projection."""
