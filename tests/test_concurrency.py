@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import fake_backend
 from fused_kda import api, gates, stats
 from fused_kda.contract import DecodeProblem
 from fused_kda.kernels import reference
+from fused_kda.layouts import LayoutKind
 from fused_kda.testing.compare import check_equal
 from fused_kda.testing.problems import Call, Draw, draw
 
@@ -123,9 +125,10 @@ def test_threads_and_a_full_table_of_plans(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("backend", ["cuda", "triton", "chain"])
 def test_threads_and_streams_on_a_gpu(backend: str) -> None:
     """Eight threads, a stream each, four specialisations, all cold: the bits of the same calls one after the other."""
-    heads = {"cuda": 7, "triton": 9, "chain": 10}[backend]  # that nothing else compiles for
+    heads, dim = {"cuda": (7, 128), "triton": (9, 64), "chain": (10, 64)}[backend]  # that nothing else compiles for
+    layouts: tuple[LayoutKind, ...] = ("SD", "DS")
     calls = [
-        draw(Draw(batch=5, heads=heads, layout=("SD", "DS")[n % 2], mask=n % 4 < 2, null_rows=(2,), seed=n), "cuda")
+        draw(replace(Draw(5, heads, dim, null_rows=(2,)), layout=layouts[n % 2], mask=n % 4 < 2, seed=n), "cuda")
         for n in range(8)
     ]
     alone = [call.clone() for call in calls]
