@@ -24,9 +24,11 @@ _skipped: set[str] = set()
 def label(state: torch.Tensor, name: str) -> None:
     """Give a recurrent pool ``[slots, H, D, D]`` the name under which debug mode reports it, such as "layer 3".
 
-    Held as long as this tensor object lives.
+    Held as long as this tensor object lives. The same name again changes nothing.
     """
     address = state.data_ptr()
+    if _labels.get(address) == name:
+        return
     _labels[address] = name
     weakref.finalize(state, _labels.pop, address, None).atexit = False
 

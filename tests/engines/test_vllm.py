@@ -18,7 +18,7 @@ from torch import nn
 
 import fake_backend
 from engines.calls import as_vllm, core_of, vllm_call
-from fused_kda import engines
+from fused_kda import engines, gates
 from fused_kda.engines import vllm
 from fused_kda.testing.battery import Size, Subject
 from fused_kda.testing.compare import check_call, check_equal, expected
@@ -318,6 +318,17 @@ class TestKimiLinear:
             check_equal(name, call.arguments[name], before.arguments[name])
         ((outcome, _),) = outcomes().items()
         assert reason in outcome
+
+    def test_debug_mode_names_the_layer(
+        self, on_subject: Subject, dim_first: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FUSED_KDA_DEBUG", "1")
+        gates.settings.cache_clear()
+        _, layer, call = self.prepare(on_subject, dim_first)
+        indices = call.arguments["state_indices"]
+        indices[0] = indices[1]
+        with pytest.raises(ValueError, match=r"^state_indices: expected each live slot once, .* \(layers\.0\)$"):
+            forward(layer, call)
 
     def test_a_dry_run_without_pools_is_vllms(self, on_subject: Subject, dim_first: bool) -> None:
         module, layer, call = self.prepare(on_subject, dim_first)

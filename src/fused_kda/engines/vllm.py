@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .. import gates
+from .. import debug, gates
 from ..api import fused_kda_decode
 from ..layouts import LayoutKind
 from . import Route, kind_of, mark, one_launch, refused, shape_problem
@@ -248,6 +248,8 @@ def _decode_call(
         return None
     count = batch.num_actual_tokens
     conv_state, state = layer.kv_cache
+    if gates.settings().debug:
+        debug.label(state, layer.prefix)
     return {
         "x": mixed_qkv[:count],
         "weight": layer.conv1d.weight,
