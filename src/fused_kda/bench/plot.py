@@ -67,13 +67,18 @@ def latency_panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 
 def drift_panels(moved: Mapping[str, Any]) -> list[Panel]:
-    """A bf16 state's distance from an fp32 one over decode steps, and what it does to the logits."""
-    state = {"worst layer": list(zip(moved["steps"], moved["state"], strict=True))}
-    logits = {"largest difference": list(zip(moved["steps"], moved["logits"], strict=True))}
+    """A bf16 state's distance from an fp32 one over decode steps, and what it does to the logits.
+
+    Both are zero at first (the first logits come from a state not yet rounded), which no logarithm shows.
+    """
+
+    def series(name: str) -> list[tuple[float, float]]:
+        return [(step, value) for step, value in zip(moved["steps"], moved[name], strict=True) if value > 0]
+
     steps = "decode steps"
     return [
-        Panel("bf16 state against fp32", steps, "difference / norm of the state", state),
-        Panel("logits", steps, "difference", logits),
+        Panel("bf16 state against fp32", steps, "difference / norm of the state", {"worst layer": series("state")}),
+        Panel("logits", steps, "difference", {"largest difference": series("logits")}),
     ]
 
 
