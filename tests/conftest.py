@@ -48,6 +48,8 @@ class SkippingSubject(Subject):
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     parallel = config.pluginmanager.hasplugin("xdist")
     for item in items:
+        if parallel and item.get_closest_marker("large"):
+            item.add_marker(pytest.mark.xdist_group("large"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.path.stem.endswith("_static") and isinstance(item, pytest.Function) and hasattr(item, "callspec"):

@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "case(*numbers, backend=None): the public faults, by number, that a test is about"
     )
+    config.addinivalue_line("markers", "fuzz: whole problems drawn by hypothesis")
     target = config.getoption("--record-cases")
     if target and not hasattr(config, "workerinput"):  # with xdist, the controller sees every report
         config.pluginmanager.register(Recorder(Path(target)), "case-recorder")

@@ -23,6 +23,8 @@ from fused_kda.testing.compare import check_equal
 from fused_kda.testing.problems import Draw, draw
 from strategies import BF16, DTYPES, HEADS, SCALAR, WIDTHS, Space, problems, snippet, specialisation
 
+pytestmark = pytest.mark.fuzz
+
 SMALL = Space(heads=HEADS, dims=(1, 2, 3, 5, 8, 16), widths=WIDTHS, dtypes=DTYPES, elements=1 << 13, most=1 << 16)
 #: For Triton's interpreter, where a program takes tens of milliseconds.
 INTERPRETED = Space(heads=(1, 1, 2, 3), dims=(64, 64, 64, 128), widths=WIDTHS, elements=1 << 12, most=5 << 12)

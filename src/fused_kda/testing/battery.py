@@ -48,7 +48,7 @@ class Size:
 
 
 #: For Triton's interpreter, where one program takes tens of milliseconds.
-TINY = Size(heads=1, rows=3, batches=(1, 2, 3), repeats=2, steps=2)
+TINY = Size(heads=1, head_dim=64, rows=3, batches=(1, 2, 3), repeats=2, steps=2)
 #: For a GPU: crosses every launch-shape boundary up to 1,024 rows.
 LARGE = Size(
     heads=3, rows=9, batches=(1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 63, 64, 128, 255, 256, 512, 1024), repeats=100, steps=8
@@ -336,7 +336,7 @@ CHECKS: tuple[Check, ...] = (
         "int64, and a strided column of a wider table",
         _agreement({"index_dtype": torch.int64}, {"index_stride": 16}, {"index_dtype": torch.int64, "index_stride": 3}),
     ),
-    Check("other head dims", "D = 64 and 256", _agreement({"head_dim": 64}, {"head_dim": 256})),
+    Check("head dims", "D = 64, 128 and 256", _agreement(*({"head_dim": dim} for dim in (64, 128, 256)))),
     Check("other widths", "W = 2 and 3", _agreement({"conv_width": 2}, {"conv_width": 3, "layout": "DS"})),
     Check("head counts", "H = 1 and 5", _agreement({"heads": 1}, {"heads": 5, "batch": 2})),
     Check(
