@@ -16,6 +16,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,6 @@ CALLS = "kernels.sanitize_calls"
 FILTERS = {"cuda": "kns=fused_kda_decode", "triton": "kns=decode", "chain": None}
 #: compute-sanitizer's exit status where the program ended well and the tool found something.
 FOUND = 86
-TIMEOUT = 140  # seconds for one process
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 _LAUNCHES = re.compile(r"^(\d+) launch", re.MULTILINE)
 
@@ -110,33 +110,35 @@ def _count(part: str) -> int:
     return int(part.split("/")[1])
 
 
-def run_lane(lane: Lane, directory: Path) -> Outcome:
+def run_lane(lane: Lane, directory: Path, limit: float) -> Outcome:
     """Run one lane. A faulty kernel is compiled into a cache of its own, as far from the sound ones as can be."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     cache = directory / (f"fault-{lane.tool}" if lane.fault else "cache")
     environment["FUSED_KDA_CACHE_DIR"] = str(cache)
     start = time.perf_counter()
+    process = subprocess.Popen(
+        lane.command(), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            lane.command(), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=TIMEOUT, check=False,
-        )  # fmt: skip
-        status, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as late:
-        status, output = 124, f"{(late.stdout or b'').decode()}\nended after {TIMEOUT} s"
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tool and the program under it
+        output, _ = process.communicate()
+        output += f"\nended after {limit} s"
     errors = [int(count) for count in _SUMMARY.findall(output)]
     launches = _LAUNCHES.search(output)
     return Outcome(
-        lane, int(launches[1]) if launches else 0, sum(errors) if errors else None, status,
+        lane, int(launches[1]) if launches else 0, sum(errors) if errors else None, process.returncode,
         time.perf_counter() - start, output,
     )  # fmt: skip
 
 
-def run_all(lanes: Iterable[Lane], directory: Path, jobs: int) -> list[Outcome]:
+def run_all(lanes: Iterable[Lane], directory: Path, jobs: int, limit: float) -> list[Outcome]:
     """Run lanes side by side; print each as it ends, and all of a failed one's output."""
     found = []
     with ThreadPoolExecutor(jobs) as pool:
-        for outcome in pool.map(lambda lane: run_lane(lane, directory), lanes):
+        for outcome in pool.map(lambda lane: run_lane(lane, directory, limit), lanes):
             print(outcome, flush=True)
             if not outcome.passed:
                 print(outcome.output[-4000:], flush=True)
@@ -149,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tool", default=",".join(FAULTS), help="comma-separated tools")
     parser.add_argument("--backend", default=",".join(BACKENDS), help="comma-separated backends")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one process")
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args(arguments)
     if shutil.which("compute-sanitizer") is None:
@@ -158,11 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = max(1, options.jobs // len(backends))
     with tempfile.TemporaryDirectory() as directory:
         compiling = [Lane(None, backend, f"{part}/{parts}") for part in range(1, parts + 1) for backend in backends]
-        outcomes = run_all(compiling, Path(directory), options.jobs)
+        outcomes = run_all(compiling, Path(directory), options.jobs, options.limit)
         if all(outcome.passed for outcome in outcomes):
             lanes = [Lane(tool, backend) for tool in tools for backend in backends]
             lanes += [Lane(tool, "cuda", fault=True) for tool in tools]
-            outcomes += run_all(lanes, Path(directory), options.jobs)
+            outcomes += run_all(lanes, Path(directory), options.jobs, options.limit)
     failed = [outcome for outcome in outcomes if not outcome.passed]
     checked = [outcome for outcome in outcomes if outcome.lane.tool and not outcome.lane.fault]
     noticed = sum(outcome.passed for outcome in outcomes if outcome.lane.fault)
