@@ -8,18 +8,17 @@ how many problems they tried.
 
 from __future__ import annotations
 
-import json
-import platform
+import os
 import shlex
-import time
 from collections import Counter
 from collections.abc import Generator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from fused_kda.bench import results
 
 OUTCOMES = ("passed", "failed", "not run")
 
@@ -57,11 +56,11 @@ def _backend(item: pytest.Item) -> str:
         backend, device = given["subject"]
         return f"{backend} on {device.type}"
     named = given.get("backend") or next((m.kwargs["backend"] for m in item.iter_markers("case") if m.kwargs), "none")
-    return str(named) if named == "none" else f"{named} on {'cuda' if item.get_closest_marker('gpu') else 'cpu'}"
+    return f"{named} on {'cuda' if item.get_closest_marker('gpu') else 'cpu'}"
 
 
 class Recorder:
-    """Collects the reports of one run and writes them at its end."""
+    """Collects the reports of one run and writes them at its end, as a results document."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -85,55 +84,35 @@ class Recorder:
             self.outcomes[report.nodeid] = (*case, outcome, reason.removeprefix("Skipped: "))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        cases: dict[int, dict[str, Any]] = {}
+        cells: dict[tuple[int, str], dict[str, Any]] = {}
         for numbers, backend, test, outcome, reason in self.outcomes.values():
             for number in numbers:
-                cell = cases.setdefault(number, {}).setdefault(
-                    backend, {"counts": Counter(), "tests": set(), "reasons": set()}
-                )
+                cell = cells.setdefault((number, backend), {"counts": Counter(), "tests": set(), "reasons": set()})
                 cell["counts"][outcome] += 1
                 cell["tests"].add(test)
                 cell["reasons"] |= {reason} - {""}
-        record = {
-            "command": _command(session.config.invocation_params.args),
-            "machine": machine(),
-            "fuzz": {backend: dict(counts) for backend, counts in sorted(self.fuzz.items())},
-            "cases": {
-                str(number): {
-                    backend: {
-                        **{outcome: cell["counts"][outcome] for outcome in OUTCOMES},
-                        "tests": sorted(cell["tests"]),
-                        "reasons": sorted(cell["reasons"]),
-                    }
-                    for backend, cell in sorted(cells.items())
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        document = results.document(
+            "cases",
+            _command(session.config.invocation_params.args),
+            device,
+            fuzz=[{"backend": backend, **counts} for backend, counts in sorted(self.fuzz.items())],
+            cases=[
+                {
+                    "case": number,
+                    "backend": backend,
+                    **{outcome: cell["counts"][outcome] for outcome in OUTCOMES},
+                    "tests": sorted(cell["tests"]),
+                    "reasons": sorted(cell["reasons"]),
                 }
-                for number, cells in sorted(cases.items())
-            },
-        }
-        self.target.write_text(json.dumps(record, indent=1) + "\n")
+                for (number, backend), cell in sorted(cells.items())
+            ],
+        )
+        results.write(document, self.target)
 
 
 def _command(arguments: Sequence[str]) -> str:
     """The run's command line, with a shell's quotes, and only the name of the file that is written."""
     words = [argument.split("/")[-1] if argument.endswith(".json") else argument for argument in map(str, arguments)]
-    return shlex.join(["pytest", *words])
-
-
-def machine() -> dict[str, str]:
-    """Where and with what the tests ran."""
-    gpu = torch.cuda.is_available()
-    versions = {name: metadata.version(name) for name in ("torch", "triton") if _installed(name)}
-    return {
-        "device": torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU",
-        "python": platform.python_version(),
-        **versions,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    interpreter = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    return interpreter + shlex.join(["pytest", *words])
