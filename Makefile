@@ -70,7 +70,7 @@ lock: $(VENV)/.installed-dev
 	$(BIN)/python -m fused_kda.kernels.triton.inspect --write
 
 sanitize: $(VENV)/.installed-dev
-	PYTHONPATH=tests $(BIN)/python -m kernels.sanitize_run
+	$(BIN)/python tests/kernels/sanitize_run.py
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m fused_kda.testing.soak

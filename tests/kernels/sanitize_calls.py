@@ -16,13 +16,13 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from sanitize_matrix import BACKENDS, FAULTS, FAULTY, Case, cases
 
 from fused_kda import gates
 from fused_kda.contract import Tensors
 from fused_kda.kernels.reference import Launch
 from fused_kda.testing.compare import check_call, expected
 from fused_kda.testing.problems import Call, draw
-from kernels.sanitize_matrix import BACKENDS, FAULTS, FAULTY, Case, cases
 
 
 def on_device(call: Call, spare_taps: int, device: torch.device) -> Call:

@@ -1,6 +1,6 @@
 """The sanitizer lane: every GPU backend's covering set under every tool of compute-sanitizer, and a fault a tool.
 
-    PYTHONPATH=tests python -m kernels.sanitize_run [--json FILE]     (make sanitize; needs a GPU and compute-sanitizer)
+    python tests/kernels/sanitize_run.py [--json FILE]           (make sanitize; needs a GPU and compute-sanitizer)
 
 First the set runs without a tool, which compiles all kernels. Then, side by side, each backend under each tool must be
 clean, and each tool must report the fault that is built into a kernel for it: a lane that cannot fail proves nothing.
@@ -27,11 +27,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from sanitize_matrix import BACKENDS, FAULTS, cases
 
 from fused_kda.bench import results
-from kernels.sanitize_matrix import BACKENDS, FAULTS, cases
 
-CALLS = "kernels.sanitize_calls"
+CALLS = Path(__file__).with_name("sanitize_calls.py")
 #: Which kernels the tools check; the chain's have no name in common, so there all are, torch's too.
 FILTERS = {"cuda": "kns=fused_kda_decode", "triton": "kns=decode", "chain": None}
 #: compute-sanitizer's exit status where the program ended well and the tool found something.
@@ -58,7 +58,7 @@ class Lane:
 
     def command(self) -> list[str]:
         """The process's command line."""
-        arguments = [sys.executable, "-m", CALLS, "--backend", self.backend, "--part", self.part]
+        arguments = [sys.executable, str(CALLS), "--backend", self.backend, "--part", self.part]
         if self.tool is None:
             return arguments
         if self.fault:

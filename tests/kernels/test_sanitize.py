@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sanitize_matrix
+import sanitize_run
 import torch
+from sanitize_matrix import BACKENDS, CUDA_SHAPES, FAULTS, FAULTY, Case, cases
+from sanitize_run import FOUND, Lane, Outcome
 
 from fused_kda.contract import Specialization
 from fused_kda.testing.problems import draw
-from kernels import sanitize_matrix, sanitize_run
-from kernels.sanitize_matrix import BACKENDS, CUDA_SHAPES, FAULTS, FAULTY, Case, cases
-from kernels.sanitize_run import FOUND, Lane, Outcome
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SOURCE = Path(__file__).parents[2] / "src"

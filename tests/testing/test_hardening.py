@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sanitize_run import FILTERS, Lane, Outcome
+
 from fused_kda.testing.hardening import render
-from kernels.sanitize_run import FILTERS, Lane, Outcome
 
 MACHINE = {"device": "A GPU", "date": "2026-01-02"}
 
