@@ -9,6 +9,9 @@
 #   make bench       time the backends against the memory system's limit
 #   make lock        renew the committed figures of the static proofs
 #   make docs        write the pages that are generated
+#   make dist        wheel and sdist, checked, in dist/
+#   make wheel-prebuilt   a wheel with kernels inside, for ARCH (sm_90a ...) and HEADS (12,24,48,96), in dist/prebuilt/
+#   make kernel-hub  the package as a build for the Hugging Face `kernels` library, in build/kernel-hub/
 #   make docs-performance  those of them that come from benchmarks/results/
 # Variables: PYTHON (3.10 to 3.12), VENV, JOBS (test processes), TESTS (pytest's -m for `make test`), PIP_FLAGS (e.g. an
 # index with CPU builds of torch).
@@ -85,8 +88,30 @@ docs-performance: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/fused-kda bench
 
+dist: $(VENV)/.installed-dev
+	rm -rf dist/*.whl dist/*.tar.gz
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/twine check --strict dist/*.whl dist/*.tar.gz
+
+# A copy of the sources takes the kernels in, so that the checkout stays as it is.
+ARCH ?= sm_90a
+HEADS ?= 12,24,48,96
+BUILD_FLAGS ?=
+STAGED := build/wheel-prebuilt
+
+wheel-prebuilt: $(VENV)/.installed-dev
+	rm -rf $(STAGED) dist/prebuilt
+	mkdir -p $(STAGED)
+	cp -r pyproject.toml README.md LICENSE src $(STAGED)/
+	$(BIN)/fused-kda build --arch $(ARCH) --heads $(HEADS) --out $(STAGED)/src/fused_kda/prebuilt $(BUILD_FLAGS)
+	$(BIN)/python -m build --no-isolation --wheel --outdir dist/prebuilt $(STAGED)
+	$(BIN)/twine check --strict dist/prebuilt/*.whl
+
+kernel-hub: $(VENV)/.installed-dev
+	$(BIN)/python packaging/kernel_hub.py build/kernel-hub
+
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Set-up. A stamp is renewed only when the package's metadata or a pin has changed.
 $(BIN)/python:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import binaries, debug, gates
+from . import _ops, binaries, debug, gates
 from .contract import DecodeProblem, Tensors, decode_problem
 
 logger = logging.getLogger("fused_kda")
@@ -133,7 +133,7 @@ def fused_kda_decode(
     if torch.compiler.is_compiling():
         if out is None:
             out = torch.empty(raw_g.shape, dtype=x.dtype, device=x.device)
-        torch.ops.fused_kda.decode(
+        _ops.ops.decode(
             x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, out,
             lower_bound, output_gate, norm_weight, norm_eps, scale, null_slot, has_initial_state, prefetch, backend,
         )  # fmt: skip

@@ -95,14 +95,19 @@ def identity(recipe: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(recipe).encode()).hexdigest()[:32]
 
 
+#: What kernels and their launches are made of, beside their own package.
+_SHARED = ("contract.py", "kernels/device.py", "kernels/driver.py", "kernels/jit.py")
+
+
 def source_hash(backend: str) -> str:
     """Hash of the installed sources that a backend's kernels, and what launches them, are made of."""
     package = Path(__file__).parent
-    files = [package / "contract.py", *(package / "kernels").glob("*.py")]
+    files = [package / name for name in _SHARED]
     files += [path for path in (package / "kernels" / backend).iterdir() if path.suffix in (".py", ".cu")]
     digest = hashlib.sha256()
     for path in sorted(files):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        if path.name != "inspect.py":
+            digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

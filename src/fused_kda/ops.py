@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from ._ops import add_op_namespace_prefix
 from .api import fused_kda_decode
 
 SCHEMA = (
@@ -18,7 +19,7 @@ SCHEMA = (
     'Tensor? has_initial_state=None, bool prefetch=False, str backend="auto") -> ()'
 )
 
-QUALNAME = "fused_kda::decode"
+QUALNAME = add_op_namespace_prefix("decode")
 
 # Exact strides: the conv layout, the row strides and the pitches are the arguments' meaning, and no copy is wanted.
 torch.library.define(QUALNAME, SCHEMA, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
