@@ -112,7 +112,7 @@ class Pull:
         self._begin()
 
     def poll(self) -> bool:
-        """Advance as far as possible without waiting.
+        """Advance as far as possible without waiting. Within one host NIXL itself copies here, some chunks a call.
 
         Returns:
             True when the slots have arrived, are what the owners offered, and are the caller's.
