@@ -41,6 +41,7 @@ def fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.case(24)
 def test_the_schema_declares_what_is_written_and_nothing_else() -> None:
     schema = torch.ops.fused_kda.decode.default._schema
     written = {argument.name for argument in schema.arguments if argument.is_write}
@@ -57,6 +58,7 @@ def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
+@pytest.mark.case(24, backend="reference")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_opcheck(variant: str) -> None:
     """Schema, fake, autograd registration and AOT dispatch, static and dynamic."""
@@ -99,6 +101,7 @@ def two_steps(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return first.float() * 2, between, second.float() + a["state"].index_select(0, slot).mean()
 
 
+@pytest.mark.case(24, backend="reference")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_compiled_steps_equal_two_eager_ones(variant: str, dynamic: bool) -> None:
@@ -125,6 +128,7 @@ def has_cpp_compiler() -> bool:
     return True
 
 
+@pytest.mark.case(24, backend="reference")
 @pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor compiles for the CPU with a C++ compiler; there is none")
 @pytest.mark.parametrize("variant", ["plain", "paged"])
 def test_inductor_clones_no_pool(variant: str) -> None:

@@ -106,6 +106,7 @@ def test_fla_goes_on_from_a_cache_that_the_op_advanced(subject: Subject, steps: 
     assert_windows_equal(fused, own)
 
 
+@pytest.mark.case(5)
 def test_a_row_whose_token_is_padding_stays_as_it_is(subject: Subject) -> None:
     layer = layer_on(subject)
     fla.patch(layer, backend=subject.backend)

@@ -59,6 +59,7 @@ def op_module(calls: list[Any]) -> Any:
     return module
 
 
+@pytest.mark.case(5)
 def test_a_step_over_envelope_pools(on_subject: Subject) -> None:
     """Slot 0 is live, -1 is padding, and the other layers in the envelope stay as they are."""
     calls: list[Any] = []

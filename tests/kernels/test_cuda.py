@@ -78,6 +78,7 @@ def test_every_launch_shape_leaves_the_same_bits(
                     check_equal(f"{name} by {shape} prefetch={prefetch} hint={hint}", got, results(first)[name])
 
 
+@pytest.mark.case(21, backend="cuda")
 def test_a_thousand_runs_leave_one_hash(device: torch.device, arch: str) -> None:
     for batch, heads in ((2, 3), (40, 12), (128, 12)):
         snapshot = make_layers(Cell(heads, batch), device)[0]
@@ -215,6 +216,8 @@ def test_the_environment_forbids_what_the_call_allows(
 # ---- Addresses.
 
 
+@pytest.mark.large
+@pytest.mark.case(12, backend="cuda")
 @pytest.mark.parametrize("layout", ["SD", "DS"])
 def test_slots_on_both_sides_of_two_to_the_31(device: torch.device, arch: str, layout: Any) -> None:
     """K3's unsharded page, 1,400 slots: conv bytes, conv elements, state bytes and state elements pass 2^31 in turn."""
@@ -261,6 +264,7 @@ def test_more_tiles_than_a_grid_dimension_of_65535(device: torch.device, arch: s
 # ---- Capture, streams, threads, what is compiled.
 
 
+@pytest.mark.case(7, backend="cuda")
 def test_the_first_call_may_be_inside_a_capture(device: torch.device, arch: str) -> None:
     """A specialisation that nothing has compiled yet, captured without a warm-up call, replayed with new indices."""
     heads = 13

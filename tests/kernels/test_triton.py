@@ -168,6 +168,7 @@ def linked(layers: list[Call], prefetch: bool) -> list[Call]:
     return copies
 
 
+@pytest.mark.case(7)
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "chain"])
 def test_the_first_call_may_be_a_captured_one(device: torch.device, backend: str) -> None:

@@ -87,6 +87,7 @@ def test_any_head_dim_and_conv_width(family, head_dim, width):
     close(decode_all(layer, hidden[1:], pool, 2, started=True), want[1:])
 
 
+@pytest.mark.case(9, backend="reference")
 @families
 @pools
 @pytest.mark.parametrize("length", [1, 2, 3, 37])
@@ -114,6 +115,7 @@ def test_the_window_is_the_raw_input_bit_for_bit(family):
     assert torch.equal(pool.conv_state[2].t(), raw[-3:])
 
 
+@pytest.mark.case(8, backend="reference")
 @pytest.mark.parametrize("fill", [1e30, float("nan")])
 @pools
 def test_a_reused_slot_starts_from_zero(options, fill):
