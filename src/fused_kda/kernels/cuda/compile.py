@@ -109,13 +109,14 @@ def compile_cubin(spec: Specialization, shape: Shape, prefetch: bool, arch: str,
     key = make_program_cache_key(code=source, code_type="c++", options=options, target_type="cubin")
     root = gates.settings().cache_dir
     for cache in _caches(root):
-        entry: bytes = cache.get(key, b"")
+        entry = cache.get(key)
+        if entry is None:
+            continue
         digest, code = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
-        if entry and digest == _digest(key, code):
+        if digest == _digest(key, code):
             binaries.counts["cache"] += 1
             return code
-        if entry:
-            logger.warning("a damaged entry in the kernel cache %s is compiled anew", root)
+        logger.warning("a damaged entry in the kernel cache %s is compiled anew", root)
     gates.before_compile(f"cuda for {arch}, {spec}, {shape}")
     code = _compile(source, options)
     for cache in _caches(root):
