@@ -59,7 +59,7 @@ def test_other_indices_are_named(subject: Subject, change: Any, error: type[Exce
     assert call.touched_elsewhere(before) == []
 
 
-@pytest.mark.case(13, backend="auto")
+@pytest.mark.case(13)
 @pytest.mark.gpu
 def test_indices_on_the_host_are_refused_by_a_device_call() -> None:
     call = draw(Draw(), "cuda")

@@ -27,6 +27,7 @@ def test_battery_and_public_faults(backend: str) -> None:
     command += [
         "tests/cases",
         "tests/test_fuzz.py",
+        "tests/test_extremes.py",
         "tests/kernels/test_every_backend.py",
         "tests/kernels/test_chain.py",
     ]
