@@ -23,6 +23,7 @@ from fused_kda.testing.problems import Draw, draw
 pytest.importorskip("cuda.core")
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.case(18)
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 FP32 = torch.float32

@@ -29,6 +29,7 @@ from fused_kda.kernels.chain import launch as chain
 from fused_kda.kernels.cuda import compile as compiling
 from fused_kda.kernels.cuda.shape import REGISTERS
 
+pytestmark = pytest.mark.case(25)
 SPEC = build.specialization(1)
 PROCESS = Path(__file__).with_name("cold_processes.py")
 

@@ -73,6 +73,7 @@ def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.case(7, 18, 25)
 @pytest.mark.timeout(600)
 def test_without_compiler_and_disk_the_bits_are_those_of_compiling_here(
     arch: str, prebuilt: Path, tmp_path: Path
@@ -99,6 +100,7 @@ def test_without_compiler_and_disk_the_bits_are_those_of_compiling_here(
     assert all("holds no kernel for this specialisation" in reason or " is not in " in reason for reason in others)
 
 
+@pytest.mark.case(7)
 @pytest.mark.parametrize(("backend", "heads"), [("cuda", 17), ("triton", 18), ("chain", 20)])
 def test_after_warmup_serving_compiles_nothing(
     device: torch.device, arch: str, backend: str, heads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -126,6 +128,7 @@ def test_after_warmup_serving_compiles_nothing(
     assert other.touched_elsewhere(untouched) == []
 
 
+@pytest.mark.case(7, backend="cuda")
 def test_a_compilation_inside_a_capture_in_strict_mode_names_warmup(
     device: torch.device, arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -150,6 +153,7 @@ def _foreign(directory: Path, arch: str, call: Call) -> None:
     build.write(directory, [build.Request("cuda", arch, other, call.problem.spec, call.problem.prefetch)])
 
 
+@pytest.mark.case(18, backend="cuda")
 def test_code_for_another_architecture_is_refused_and_compiled(
     device: torch.device, arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -163,6 +167,7 @@ def test_code_for_another_architecture_is_refused_and_compiled(
     assert (kernel_counts()["prebuilt"], kernel_counts()["compiled"]) == (0, 1)
 
 
+@pytest.mark.case(18, backend="cuda")
 def test_code_for_another_architecture_closes_the_gate_where_nothing_compiles(
     device: torch.device, arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ from fused_kda.kernels.chain import launch as chain
 from fused_kda.kernels.cuda import launch as cuda
 from fused_kda.kernels.resources import cuobjdump
 
+pytestmark = pytest.mark.case(18)
 ARCH = "sm_80"
 DRAW = Draw(heads=1)
 SPEC = build.specialization(1)
