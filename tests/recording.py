@@ -1,8 +1,8 @@
 """A pytest plugin: ``--record-cases FILE`` writes which public faults (``@pytest.mark.case``) were tested, and how.
 
 ``docs/render_reliability.py`` makes its table from that file. A skipped test is recorded as not run, with its reason.
-The backend is that of the test's ``subject``, else of its ``backend`` parameter or marker; tests of what no backend
-decides (transfer, caches, the compiler's view) stand under "none". Fuzz tests say with ``record_property("fuzz", ...)``
+The backend is that of the test's ``subject``, else of its marker or, on a GPU, its ``backend`` parameter; tests of what
+no backend decides (transfer, caches, the compiler's view) stand under "none". Fuzz tests say with ``record_property("fuzz", ...)``
 how many problems they tried.
 """
 
@@ -55,8 +55,10 @@ def _backend(item: pytest.Item) -> str:
     if "subject" in given:
         backend, device = given["subject"]
         return f"{backend} on {device.type}"
-    named = given.get("backend") or next((m.kwargs["backend"] for m in item.iter_markers("case") if m.kwargs), "none")
-    return f"{named} on {'cuda' if item.get_closest_marker('gpu') else 'cpu'}"
+    named = next((mark.kwargs["backend"] for mark in item.iter_markers("case") if mark.kwargs), "none")
+    if not item.get_closest_marker("gpu"):
+        return f"{named} on cpu"
+    return f"{given.get('backend', named)} on cuda"
 
 
 class Recorder:
