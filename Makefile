@@ -81,6 +81,7 @@ soak: $(VENV)/.installed-dev
 docs: $(VENV)/.installed docs-performance
 	$(BIN)/python docs/render_gates.py
 	$(BIN)/python docs/render_engines.py
+	$(BIN)/python docs/render_reliability.py
 
 docs-performance: $(VENV)/.installed-dev
 	$(BIN)/python docs/render_performance.py

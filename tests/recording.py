@@ -2,8 +2,8 @@
 
 ``docs/render_reliability.py`` makes its table from that file. A skipped test is recorded as not run, with its reason.
 The backend is that of the test's ``subject``, else of its marker or, on a GPU, its ``backend`` parameter; tests of what
-no backend decides (transfer, caches, the compiler's view) stand under "none". Fuzz tests say with ``record_property("fuzz", ...)``
-how many problems they tried.
+no backend decides (transfer, caches, the compiler's view) stand under "none". Fuzz tests say how many problems they
+tried with ``record_property("fuzz", [backend, counts])``.
 """
 
 from __future__ import annotations
