@@ -36,6 +36,10 @@ print(engines.surfaces)  # what each plug-in changed, where
 
     fused-kda doctor --engine vllm
 
+The op believes the index buffer: a graph that is replayed for fewer rows than it was captured with reads its tail as
+well, and a slot that an earlier step left there advances. So the whole buffer has to be rewritten at each step. vLLM
+fills the tail with 0 and SGLang with -1, which the adapters take for null rows; fla's adapter makes its indices anew.
+
 ## Compatibility
 
 Every number of heads on a rank that a tensor-parallel size can give is meant: {k3} for Kimi-K3,
