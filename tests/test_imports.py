@@ -21,7 +21,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 RANKS = (
     ("layouts",),
     ("_ops", "contract", "switches"),
-    ("binaries",),  # prebuilt kernels as files
+    ("binaries", "machine"),  # prebuilt kernels as files; what is here to compile and run
     ("gates", "debug"),
     ("kernels",),
     ("api", "build"),
@@ -126,7 +126,7 @@ print(json.dumps([after, initialized, bool(out[0].any()), bool(out[1].any()), so
 def test_it_needs_torch_alone_and_touches_no_device() -> None:
     loaded, initialized, live, null, used = fresh(ALONE)
     assert {"fused_kda", "fused_kda.api", "fused_kda.ops"} <= set(loaded)
-    below_api = {"_ops", "layouts", "contract", "switches", "binaries", "debug", "gates"}
+    below_api = {"_ops", "layouts", "contract", "switches", "binaries", "machine", "debug", "gates"}
     assert {room(name) for name in loaded} <= {"", *below_api, "api", "ops"}
     assert not initialized
     assert (live, null) == (True, False)

@@ -1,7 +1,7 @@
 """The torch namespace that the op is registered in.
 
-A build for the Hugging Face ``kernels`` library (``make kernel-hub``) has another file in this place, under the name and
-with the functions that the convention gives it, so that its op never clashes with an installed package's.
+A build for the Hugging Face ``kernels`` library (``make kernel-hub``) has another file in this place, under the name
+and with the functions that the convention gives it, so that its op never clashes with an installed package's.
 """
 
 from __future__ import annotations

@@ -12,10 +12,7 @@ the prebuilt directories hold. :func:`select` chooses. :data:`SWITCHES` lists th
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import os
-import shutil
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,6 +24,18 @@ from . import binaries, switches
 from .binaries import PrebuiltSet
 from .contract import ACTIVATION_DTYPES, CONV_WIDTHS, DecodeProblem, Specialization
 from .layouts import LAYOUTS, LayoutKind
+from .machine import EXTRAS as EXTRAS
+from .machine import architecture as architecture
+from .machine import importable as importable
+from .machine import (
+    interpreter_off,
+    missing,
+    no_c_compiler,
+    no_launcher,
+    nvrtc_problem,
+    shared_memory_limit,
+    triton_problem,
+)
 from .switches import SWITCHES as SWITCHES
 from .switches import Settings as Settings
 
@@ -109,7 +118,7 @@ class Row:
 
     def launch_reasons(self, device: torch.device | None = None) -> list[str]:
         """Why this machine, or the device, cannot launch the row's kernels even if they are there."""
-        found = [_missing(name) for name in self.modules if not importable(name)]
+        found = [missing(name) for name in self.modules if not importable(name)]
         if not found and self.condition is not None:
             reason = self.condition()
             found += [reason] if reason else []
@@ -135,62 +144,8 @@ class Row:
         return found
 
 
-def _nvrtc_problem() -> str | None:
-    """Why NVRTC cannot compile here for this driver, or None."""
-    try:
-        importlib.import_module("cuda.core")
-        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-        result, major, minor = nvrtc.nvrtcVersion()
-    except Exception as error:  # whatever a missing or broken library raises closes the gate, and the reason names it
-        return f"NVRTC cannot be loaded ({type(error).__name__}: {error})"
-    if int(result) != 0 or (major, minor) < (12, 9):
-        return f"NVRTC {major}.{minor} is older than 12.9"
-    driver = _driver_version()
-    if driver is not None and driver // 1000 < major:
-        return f"the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, NVRTC makes code for CUDA {major}"
-    return None
-
-
-@functools.cache
-def _driver_version() -> int | None:
-    """The CUDA version that the driver supports, as 13000; None without a driver."""
-    try:
-        result, version = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()
-    except Exception:  # no driver: the bindings' own error type differs from version to version
-        return None
-    return int(version) if int(result) == 0 else None
-
-
-def _triton_problem() -> str | None:
-    """Why Triton cannot compile here, or None: what it needs comes with it."""
-    return None if importable("triton") else _missing("triton")
-
-
-def _no_launcher() -> str | None:
-    """Triton builds its launcher with a C compiler; on NVIDIA the driver's own launch does without."""
-    if importable("cuda.bindings"):
-        return None
-    reason = _no_c_compiler()
-    return reason and f"{reason}, or cuda-bindings (pip install 'fused-kda[cuda]')"
-
-
-def _no_c_compiler() -> str | None:
-    if os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc"))):
-        return None
-    return "Triton builds its launcher at first use and needs a C compiler on PATH"
-
-
-def _interpreter_off() -> str | None:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    return "Triton runs on a CPU only in its interpreter (TRITON_INTERPRET=1, set before the first import)"
-
-
 _TRITON_NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 _TRITON_AMD = ("gfx942", "gfx950")
-
-#: Optional dependencies of the package that bring what backends need, named like the module they bring.
-EXTRAS: tuple[str, ...] = ("cuda", "triton")
 
 #: Backends from fastest to slowest: the order in which ``auto`` asks them.
 BACKENDS: tuple[str, ...] = ("cuda", "triton", "chain", "reference")
@@ -205,7 +160,7 @@ TABLE: tuple[Row, ...] = (
             conv_widths=(4,),
             modules=("cuda.bindings",),
             shared_memory=shared_memory,
-            compiler=_nvrtc_problem,
+            compiler=nvrtc_problem,
             note=f"one launch, any number of heads{note}; pools that are not aligned to 16 bytes take narrower, slower "
             "accesses",
         )
@@ -232,15 +187,15 @@ TABLE: tuple[Row, ...] = (
             ("chain", 3, "conv update, recurrence and gated norm as launches of their own (two without the norm)"),
         )
         for archs, shared_memory, condition, compiler, note in (
-            (_TRITON_NVIDIA, 1024, _no_launcher, _triton_problem, what),
+            (_TRITON_NVIDIA, 1024, no_launcher, triton_problem, what),
             (
                 _TRITON_AMD,
                 4096,
-                _no_c_compiler,
-                _triton_problem,
+                no_c_compiler,
+                triton_problem,
                 f"{what}; compiled for and interpreted, not yet run on hardware",
             ),
-            (("cpu",), 0, _interpreter_off, None, "for tests: Triton's interpreter, asked for by name"),
+            (("cpu",), 0, interpreter_off, None, "for tests: Triton's interpreter, asked for by name"),
         )
     ),
     Row(
@@ -255,26 +210,6 @@ TABLE: tuple[Row, ...] = (
         note="PyTorch, any device: the oracle, and the default on a machine without a GPU; synchronises a GPU",
     ),
 )
-
-
-@functools.cache
-def architecture(device: torch.device) -> str:
-    """The device's architecture as the table names it: "cpu", "sm_90", "gfx942", or the device type."""
-    if device.type != "cuda":
-        return device.type
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        return str(properties.gcnArchName).split(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
-
-
-def shared_memory_limit(device: torch.device) -> int | None:
-    """Bytes of shared memory that one program may have on the device; None where there is no such limit."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    limit = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-    return int(limit)
 
 
 _argument: Path | None = None
@@ -465,21 +400,6 @@ def select(problem: DecodeProblem, backend: str = "auto") -> Selection:
     raise NotImplementedError(
         f"backend: expected one that can run this problem (none can), got auto: {'; '.join(map(str, verdicts))}"
     )
-
-
-def _missing(module: str) -> str:
-    extra = module.split(".")[0]
-    remedy = f" (pip install 'fused-kda[{extra}]')" if extra in EXTRAS else ""
-    return f"module {module} is not installed{remedy}"
-
-
-@functools.cache
-def importable(module: str) -> bool:
-    """Whether a module is installed; does not import it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _word(value: object) -> str:
