@@ -182,3 +182,18 @@ def test_a_directory_that_cannot_be_written_is_no_obstacle(monkeypatch: pytest.M
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     assert _compile_here(monkeypatch, blocked / "cache")[:4] == b"\x7fELF"
+
+
+_COMPILE_IN_THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+from fused_kda.kernels.cuda import compile, inspect
+entries = inspect.listed("sm_90")[:4]
+make = lambda e: compile.compile_cubin(e.spec, e.shape, e.prefetch, "sm_90", cached=False)
+print(len(list(ThreadPoolExecutor(4).map(make, entries))))
+"""
+
+
+def test_the_first_compilations_of_a_process_may_be_in_several_threads() -> None:
+    for _ in range(2):  # without the lock around the import, about every second process failed
+        done = subprocess.run([sys.executable, "-c", _COMPILE_IN_THREADS], capture_output=True, text=True, check=False)
+        assert done.stdout == "4\n", done.stderr

@@ -79,7 +79,7 @@ def _read_cuda(arch: str, layouts: list[str], jobs: int) -> list[dict[str, Any]]
         row = asdict(report)
         name, counts = row.pop("name"), row.pop("counts")
         row.pop("arch")
-        kernels.append({"kernel": name, **row, "counts": counts, "faults": "spills" if report.spills else ""})
+        kernels.append({"kernel": name, **row, "counts": counts})
     return kernels
 
 

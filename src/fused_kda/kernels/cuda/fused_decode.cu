@@ -285,7 +285,10 @@ __cluster_dims__(SPLIT, 1, 1)
   }
   const bool live = slot > p.null_slot && slot < p.slots;
   const bool started = live && (!INITIAL || p.initial[row * p.initial_stride] != 0);
-  STATE* const state = p.state + (live ? slot : 0) * p.state_pitch + (i64(head) * DIM + part * ROWS) * DIM;
+  i64 tile_offset = (live ? slot : 0) * p.state_pitch + (i64(head) * DIM + part * ROWS) * DIM;
+  // Where HEADS is a power of two the compiler sees through this sum and makes four narrow stores of each wide one.
+  asm("" : "+l"(tile_offset));
+  STATE* const state = p.state + tile_offset;
   bf16* const conv = p.conv + (live ? slot : 0) * p.conv_pitch + head * i64(DIM) * CONV_CHANNEL;
 
   if constexpr (BULK) {

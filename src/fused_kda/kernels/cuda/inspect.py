@@ -65,6 +65,7 @@ class Report:
         instructions: length of the instruction stream.
         counts: instructions by class (:data:`COUNTED`); all 0 where the disassembler does not know the architecture.
         digest: hash of the encoded instruction stream, scheduling included.
+        faults: what breaks a rule that every specialisation keeps; "" if nothing does.
     """
 
     name: str
@@ -77,10 +78,7 @@ class Report:
     instructions: int
     counts: dict[str, int]
     digest: str
-
-    @property
-    def spills(self) -> bool:
-        return bool(self.stack or self.local or self.counts["LDL"] or self.counts["STL"])
+    faults: str
 
 
 def listed(arch: str, layouts: Sequence[str] = ("SD", "DS", "DS+2")) -> list[Listed]:
@@ -173,7 +171,7 @@ def table(reports: Iterable[Report]) -> str:
 
 
 def _locked(entry: Report) -> dict[str, object]:
-    return {key: value for key, value in asdict(entry).items() if key not in ("name", "arch", "counts")}
+    return {key: value for key, value in asdict(entry).items() if key not in ("name", "arch", "counts", "faults")}
 
 
 def _name(layout: str, state_dtype: torch.dtype, shape: Shape, prefetch: bool) -> str:
@@ -194,6 +192,7 @@ _FEATURES: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("SD", "int64 index", {"index_dtype": torch.int64}),
     ("SD", "initial state", {"has_initial_state": True}),
     ("SD", "one head", {"heads": 1}),
+    ("SD", "32 heads, softplus", {"heads": 32, "bounded": False}),
     ("SD", "96 heads", {"heads": 96}),
     ("SD", "unaligned", {"state_alignment": 4, "conv_alignment": 2}),
     ("DS", "unaligned", {"state_alignment": 4, "conv_alignment": 2}),
@@ -242,6 +241,7 @@ _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?(\w+)", re.MULTILINE)
 #: Bytes of one encoded instruction, on every architecture of the table.
 _ENCODED = 16
+_WIDE = re.compile(r"\b(LDG|STG)\.E(?:\.\w+)*?\.(128|256)\b")
 
 
 def _read(entry: Listed, arch: str, tool: Path) -> Report:
@@ -257,6 +257,17 @@ def _read(entry: Listed, arch: str, tool: Path) -> Report:
     stream = _section(code, f".text.{ENTRY}")
     registers, stack, shared, local = map(int, resources.groups())
     classes = Counter(_INSTRUCTION.findall(done.stdout))
+    faults = []
+    if stack or local or classes["LDL"] or classes["STL"]:
+        faults.append("spills")
+    wide = Counter[str]()
+    for kind, bits in _WIDE.findall(done.stdout):
+        wide[kind] += int(bits) // 128
+    if classes and entry.spec.state_alignment >= 16:
+        spec, shape = entry.spec, entry.shape
+        of_state = spec.head_dim**2 * spec.state_dtype.itemsize // (shape.split * shape.threads * 16)
+        kinds = ("STG",) if shape.bulk else ("LDG", "STG")
+        faults += [f"state not {kind} by 16 bytes" for kind in kinds if wide[kind] < of_state]
     return Report(
         name=entry.name,
         arch=arch,
@@ -268,6 +279,7 @@ def _read(entry: Listed, arch: str, tool: Path) -> Report:
         instructions=len(stream) // _ENCODED,
         counts={name: classes[name] for name in COUNTED},
         digest=hashlib.sha256(stream).hexdigest()[:16],
+        faults="; ".join(faults),
     )
 
 
