@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,17 @@ def macros(spec: Specialization, shape: Shape, prefetch: bool) -> dict[str, str]
     return {name: str(value) for name, value in values.items()}
 
 
+_importing = threading.Lock()
+
+
+def _cuda_core() -> Any:
+    """The module, by one thread at a time: a second one that comes while it is imported finds half of it."""
+    with _importing:
+        import cuda.core.utils
+
+        return cuda.core
+
+
 def recipe(spec: Specialization, shape: Shape, prefetch: bool, arch: str) -> dict[str, Any]:
     """All that a compilation depends on but source and compiler, as plain JSON."""
     return {"kernel": ENTRY, "arch": arch, "macros": macros(spec, shape, prefetch)}
@@ -97,16 +109,14 @@ def compile_cubin(spec: Specialization, shape: Shape, prefetch: bool, arch: str,
         cuda.core's NVRTCError: the source does not compile; the text holds NVRTC's log.
         RuntimeError: the environment forbids to compile now, and the cache does not have it.
     """
-    from cuda.core import ProgramOptions
-    from cuda.core.utils import make_program_cache_key
-
+    cuda = _cuda_core()
     source = SOURCE.read_text()
-    options = ProgramOptions(
+    options = cuda.ProgramOptions(
         name=SOURCE.name, arch=arch, std="c++17", fma=False, define_macro=list(macros(spec, shape, prefetch).items())
     )
     if not cached:
         return _compile(source, options)
-    key = make_program_cache_key(code=source, code_type="c++", options=options, target_type="cubin")
+    key = cuda.utils.make_program_cache_key(code=source, code_type="c++", options=options, target_type="cubin")
     root = gates.settings().cache_dir
     for cache in _caches(root):
         entry = cache.get(key)
@@ -141,9 +151,7 @@ def prebuild(spec: Specialization, arch: str, target: str, prefetch: bool) -> li
 
 
 def _compile(source: str, options: Any) -> bytes:
-    from cuda.core import Program
-
-    return bytes(Program(source, "c++", options).compile("cubin").code)
+    return bytes(_cuda_core().Program(source, "c++", options).compile("cubin").code)
 
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -157,12 +165,11 @@ def _digest(key: bytes, code: bytes) -> bytes:
 @functools.cache
 def _caches(root: Path) -> tuple[MutableMapping[bytes, bytes], ...]:
     """Where to look, and to write until it works: the disk if it can be used, then this process's memory."""
-    from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
-
+    utils = _cuda_core().utils
     directory = private_directory(root, "cuda")
     if directory is not None:
         try:
-            return FileStreamProgramCache(directory), InMemoryProgramCache()
+            return utils.FileStreamProgramCache(directory), utils.InMemoryProgramCache()
         except OSError as error:
             unusable(root, error)
-    return (InMemoryProgramCache(),)
+    return (utils.InMemoryProgramCache(),)
