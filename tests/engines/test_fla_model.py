@@ -87,5 +87,6 @@ def test_generation_on_a_gpu(subject: Subject, batch: int) -> None:
     rows = gates.rows(subject.backend, gates.architecture(subject.device))
     if subject.device.type != "cuda" or rows[0].launches != 1:
         pytest.skip("fla's kernels need a GPU, and only a backend of one launch would be chosen there")
-    found = BENCHMARK["compare"](BENCHMARK["make_model"](torch.bfloat16, subject.device), batch, TOKENS, subject.backend)
+    model = BENCHMARK["make_model"](torch.bfloat16, subject.device)
+    found = BENCHMARK["compare"](model, batch, TOKENS, subject.backend)
     print(f"{subject.backend}: {found['step_us_own']:.0f} us, patched {found['step_us_fused']:.0f} us")
