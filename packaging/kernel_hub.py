@@ -1,8 +1,8 @@
 """Write the package as a build for the Hugging Face ``kernels`` library: ``python packaging/kernel_hub.py DIRECTORY``.
 
 The library's convention, as its loader reads it: ``build/torch-universal/`` is a variant for any backend, a Python
-package without compiled parts that imports itself relatively, with ``metadata.json`` (the ``id`` is the name under which
-it is imported) and ``_ops.py``, which names the torch namespace of its ops. Both are made unique by a hash of the
+package without compiled parts that imports itself relatively, with ``metadata.json`` (the ``id`` is the name under
+which it is imported) and ``_ops.py``, which names the torch namespace of its ops. Both are made unique by a hash of the
 sources, so several versions and an installed package can be loaded side by side.
 """
 

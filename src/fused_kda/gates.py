@@ -33,9 +33,9 @@ from .machine import (
     no_c_compiler,
     no_launcher,
     nvrtc_problem,
-    shared_memory_limit,
     triton_problem,
 )
+from .machine import shared_memory_limit as shared_memory_limit
 from .switches import SWITCHES as SWITCHES
 from .switches import Settings as Settings
 

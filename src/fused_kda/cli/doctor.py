@@ -160,7 +160,14 @@ def _short(value: object) -> str:
 def _device(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         name = platform.processor() or platform.machine()
-        return {"device": "cpu", "name": name, "architecture": "cpu", "cores": os.cpu_count(), "memory_gib": None}
+        return {
+            "device": "cpu",
+            "name": name,
+            "architecture": "cpu",
+            "cores": os.cpu_count(),
+            "memory_gib": None,
+            "shared_memory_bytes": None,
+        }
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": str(device),
@@ -168,6 +175,7 @@ def _device(device: torch.device) -> dict[str, Any]:
         "architecture": gates.architecture(device),
         "cores": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30, 1),
+        "shared_memory_bytes": gates.shared_memory_limit(device),
     }
 
 
@@ -179,6 +187,8 @@ def _versions() -> dict[str, str | None]:
 def _print(report: dict[str, Any]) -> None:
     for one in report["devices"]:
         memory = f", {one['memory_gib']} GiB" if one["memory_gib"] else ""
+        if one["shared_memory_bytes"]:
+            memory += f", {one['shared_memory_bytes'] / 1024:g} KiB of shared memory for a program"
         console.print(
             f"{one['device']}: {one['name']} ({one['architecture']}), {one['cores']} cores{memory}", markup=False
         )

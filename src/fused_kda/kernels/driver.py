@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from cuda.bindings import driver
 
 from .. import gates
@@ -54,7 +55,7 @@ def load(code: bytes, name: str, device: int, shared: int) -> Loaded:
         gates.Unloadable: the driver refuses the code, such as for another architecture; nothing is left loaded.
     """
     make_context_current(device)
-    with _relaxed_capture():
+    with torch.cuda.device(device), _relaxed_capture():
         library = _ask("the code to load", driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
         try:
             kernel = _ask(f"a kernel {name}", driver.cuLibraryGetKernel(library, name.encode()))
