@@ -20,7 +20,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 #: A room may import from its own rank and below.
 RANKS = (
     ("layouts",),
-    ("_ops", "contract", "switches"),
+    ("_ops", "contract", "shapes", "switches"),
     ("binaries", "machine"),  # prebuilt kernels as files; what is here to compile and run
     ("gates", "debug"),
     ("kernels",),

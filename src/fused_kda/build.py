@@ -19,21 +19,18 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from . import gates
 from .binaries import FORMAT, MANIFEST, Made, describe, source_hash
-from .contract import Specialization, decode_problem
-from .layouts import ConvLayout, LayoutKind, conv_view
+from .contract import Specialization
+from .layouts import LayoutKind
+from .shapes import WeightForm, shape_problem
 
-#: D and W of every shipped model.
-HEAD_DIM, WIDTH = 128, 4
 #: Distributions whose versions a manifest holds, by the name it gives them.
 TOOLS = {"nvrtc": "nvidia-cuda-nvrtc", "triton": "triton", "torch": "torch"}
-
-WeightForm = Literal["planes", "checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,36 +54,15 @@ def specialization(
     bounded: bool = True,
     weight: WeightForm = "planes",
 ) -> Specialization:
-    """What the contract makes of a call: bf16 activations, gated norm in fp32, int32 indices, aligned pools.
+    """That of a call of a shipped model's layer: see :func:`fused_kda.shapes.shape_problem`.
 
     Args:
-        heads: H on a rank.
-        layout, state_dtype: of the pools.
+        heads, layout, state_dtype, weight: as there.
         bounded: the gate with a lower bound (Kimi-K3), or the softplus gate (Kimi-Linear).
-        weight: conv weight fp32 as ``[3, W, P]`` ("planes") or as ``[3P, W]`` ("checkpoint").
     """
-    inner = heads * HEAD_DIM
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    fp32 = torch.float32
-    conv = ConvLayout(layout, 3 * inner, WIDTH - 1)
-    return decode_problem(
-        x=empty(1, 3 * inner),
-        weight=empty(3, WIDTH, inner, dtype=fp32) if weight == "planes" else empty(3 * inner, WIDTH, dtype=fp32),
-        bias=None,
-        conv_state=conv_view(empty(2, *conv.storage_shape), conv, WIDTH - 1),
-        raw_g=empty(1, inner),
-        raw_beta=empty(1, heads),
-        A_log=empty(heads, dtype=fp32),
-        dt_bias=empty(inner, dtype=fp32),
-        state_indices=empty(1, dtype=torch.int32),
-        state=empty(2, heads, HEAD_DIM, HEAD_DIM, dtype=state_dtype),
-        lower_bound=-5.0 if bounded else None,
-        output_gate=empty(1, inner),
-        norm_weight=empty(HEAD_DIM, dtype=fp32),
-    ).spec
+    bound = -5.0 if bounded else None
+    problem = shape_problem(heads=heads, layout=layout, state_dtype=state_dtype, lower_bound=bound, weight=weight)
+    return problem.spec
 
 
 def specializations(

@@ -14,8 +14,9 @@ from typer.testing import CliRunner, Result
 import fake_backend
 from fused_kda import engines, gates
 from fused_kda.cli import app
-from fused_kda.engines import imports, sglang, shape_problem, vllm
+from fused_kda.engines import imports, sglang, vllm
 from fused_kda.engines.table import TABLE
+from fused_kda.shapes import shape_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,8 +13,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .. import gates
-from ..build import WeightForm, architectures, requests, specializations, write
+from ..build import architectures, requests, specializations, write
 from ..layouts import LAYOUTS
+from ..shapes import WeightForm
 from .terminal import FAILED, console, errors, print_json, stop
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

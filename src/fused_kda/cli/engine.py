@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import gates
-from ..engines import one_launch, sglang, shape_problem, surfaces, vllm
+from ..engines import one_launch, sglang, surfaces, vllm
 from ..engines.table import TABLE
+from ..shapes import shape_problem
 from .terminal import console
 
 #: Engine: the distribution that is it, and the adapter's plug-in if it has one.

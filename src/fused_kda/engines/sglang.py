@@ -16,7 +16,8 @@ import torch
 
 from .. import gates
 from ..contract import decode_problem
-from . import Route, kind_of, mark, one_launch, refused, shape_problem
+from ..shapes import shape_problem
+from . import Route, kind_of, mark, one_launch, refused
 from .imports import after_import
 
 #: Surface: the module that it is in.

@@ -11,7 +11,7 @@ import torch
 
 from .. import gates
 from ..layouts import LayoutKind
-from . import shape_problem
+from ..shapes import shape_problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ import torch
 from .. import debug, gates
 from ..api import fused_kda_decode
 from ..layouts import LayoutKind
-from . import Route, kind_of, mark, one_launch, refused, shape_problem
+from ..shapes import shape_problem
+from . import Route, kind_of, mark, one_launch, refused
 from .imports import after_import
 
 #: vLLM's own text, the same in the binaries of 0.30 to 0.33.
