@@ -18,7 +18,9 @@ import torch
 from hypothesis import Phase
 
 import oracle
-from fused_kda.testing.battery import Subject
+from fused_kda.contract import DecodeProblem, Tensors
+from fused_kda.kernels import reference
+from fused_kda.testing.battery import Subject, default_size
 from fused_kda.testing.compare import check_equal
 from fused_kda.testing.problems import Draw, draw
 from strategies import BF16, DTYPES, HEADS, SCALAR, WIDTHS, Space, problems, snippet, specialisation
@@ -123,6 +125,41 @@ def test_problems_to_remember(subject: Subject, wanted: Draw) -> None:
 def test_the_reference_agrees_with_the_scalar_oracle(part: int, counts: Counter[str]) -> None:
     repeat = ("reference", "cpu")
     run(lambda wanted: oracle.agree(draw(wanted)), SCALAR, None, 100, part, repeat, counts)
+
+
+def _row_32_is_lost(problem: DecodeProblem, tensors: Tensors) -> None:
+    if problem.batch > 32:
+        tensors.out.view(problem.batch, -1)[32] = 3.0
+
+
+def _a_spoilt_row_leaks(problem: DecodeProblem, tensors: Tensors) -> None:
+    slots = tensors.state_indices.flatten().tolist()
+    live = [row for row, slot in enumerate(slots) if problem.null_slot < slot < problem.slots]
+    if live and not tensors.x[live].isfinite().all():
+        tensors.state[slots[live[0]]] += 1.0
+
+
+def _wide_gates_overflow(problem: DecodeProblem, tensors: Tensors) -> None:
+    if bool((tensors.raw_g.abs() >= 80.0).any()):
+        tensors.out.nan_to_num_().add_(1.0)
+
+
+@pytest.mark.parametrize("fault", [_row_32_is_lost, _a_spoilt_row_leaks, _wide_gates_overflow])
+def test_a_fault_that_few_inputs_show_is_found(
+    fault: Callable[[DecodeProblem, Tensors], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = reference.decode_step
+
+    def broken(problem: DecodeProblem, tensors: Tensors) -> None:
+        sound(problem, tensors)
+        fault(problem, tensors)
+
+    monkeypatch.setattr(reference, "decode_step", broken)
+    cpu = torch.device("cpu")
+    subject, found = Subject("reference", cpu, default_size(cpu, "reference")), Counter[str]()
+    with pytest.raises(AssertionError):
+        run(lambda wanted: agrees(subject, wanted), SMALL, None, PARTS * PROBLEMS, 0, ("reference", "cpu"), found)
+    assert found["tried"] > 1
 
 
 def test_a_failure_prints_a_program_that_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
