@@ -65,8 +65,10 @@ ifneq ($(CUDA_SOURCES),)
 	$(BIN)/clang-format -i $(CUDA_SOURCES)
 endif
 
+# The fuzz is mostly the CPU's work (drawing, compiling), so many processes share the device.
 gpu-test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m "gpu and not fuzz"
+	$(TEST_ENV) $(BIN)/python -m pytest -m "gpu and fuzz" -n 14
 
 lock: $(VENV)/.installed-dev
 	$(BIN)/python -m fused_kda.kernels.cuda.inspect --write
