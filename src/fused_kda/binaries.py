@@ -143,7 +143,7 @@ class PrebuiltSet:
             for one in manifest["problems"]:
                 key = one["backend"], one["arch"], _canonical(one["specialization"]), one["prefetch"]
                 self.problems[key] = tuple(one["kernels"])
-            self.specializations: list[dict[str, Any]] = manifest["problems"]
+            self._listed: list[dict[str, Any]] = manifest["problems"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             text = f"{type(error).__name__}: {error}"
             raise ValueError(
@@ -209,7 +209,7 @@ class PrebuiltSet:
         """The problems that the manifest lists for a backend on an architecture; none if the directory is stale."""
         if self.stale(backend) is not None:
             return []
-        return [one for one in self.specializations if one["backend"] == backend and one["arch"] == arch]
+        return [one for one in self._listed if one["backend"] == backend and one["arch"] == arch]
 
 
 def find(sets: Iterable[PrebuiltSet], backend: str, key: str) -> tuple[PrebuiltSet, Prebuilt] | None:

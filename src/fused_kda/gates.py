@@ -12,6 +12,7 @@ the prebuilt directories hold. :func:`select` chooses. :data:`SWITCHES` lists th
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -38,6 +39,8 @@ from .machine import (
 from .machine import shared_memory_limit as shared_memory_limit
 from .switches import SWITCHES as SWITCHES
 from .switches import Settings as Settings
+
+logger = logging.getLogger("fused_kda")
 
 
 @functools.cache
@@ -256,6 +259,7 @@ def before_compile(what: str) -> None:
             "Prebuild it (fused-kda build), or call fused_kda.warmup(...) for it before serving"
         )
     binaries.counts["compiled"] += 1
+    logger.info("compiling %s", what)
 
 
 class Unloadable(RuntimeError):

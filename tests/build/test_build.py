@@ -165,7 +165,7 @@ def test_the_directory_holds_what_the_manifest_says(tmp_path: Path) -> None:
     for one in build.requests(["sm_80", "gfx942"], [build.specialization(2)], ["cuda", "chain"]):
         assert held.lacks(one.backend, one.arch, one.spec, one.prefetch) is None
 
-    again = run("build", "--arch", "sm_80", *arguments, "--backends", "cuda", "--out", str(out), "--jobs", "1")
+    again = run("build", "--arch", "sm_80", *arguments, "--backends", "cuda", "--out", str(out), "--jobs", "2")
     assert again.exit_code == 0, again.output
     assert "2 problems, 2 kernels" in again.stdout
     assert {path.name for path in out.iterdir()} == {"cuda", "manifest.json"}
