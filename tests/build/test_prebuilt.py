@@ -38,9 +38,10 @@ SPEC = build.specialization(1)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cuda and chain kernels of one specialisation for sm_80: five files, a second's work."""
+    """The kernels of one specialisation: cuda and chain for sm_80, chain for gfx942."""
     directory = tmp_path_factory.mktemp("built")
-    build.write(directory, build.requests([ARCH], [SPEC], ["cuda", "chain"]))
+    wanted = build.requests([ARCH], [SPEC], ["cuda", "chain"]) + build.requests(["gfx942"], [SPEC], ["chain"])
+    build.write(directory, wanted)
     return directory
 
 
@@ -56,7 +57,7 @@ def an_sm_80(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Gates take the CPU for an sm_80; kernels are kept in a cache of the test's own."""
     monkeypatch.setattr(gates, "architecture", lambda device: ARCH)
     monkeypatch.setenv("FUSED_KDA_CACHE_DIR", str(tmp_path / "cache"))
-    for cached in (cuda.loaded_kernel, jit._loaded, jit.compiled):
+    for cached in (cuda.loaded_kernel, jit._loaded, jit._triton_loaded, jit.compiled):
         cached.cache_clear()
 
 
@@ -109,7 +110,7 @@ def test_a_held_problem_is_open_without_a_compiler(monkeypatch: pytest.MonkeyPat
     held = doctor.gate("cuda", torch.device("cpu"))
     assert held.covers == "prebuilt alone (compiling is switched off (FUSED_KDA_COMPILE=never)): H 1, SD, state fp32"
     (report,) = doctor.examine()["prebuilt"]
-    assert (report["directory"], report["architectures"], report["stale"]) == (str(built), [ARCH], [])
+    assert (report["directory"], report["architectures"], report["stale"]) == (str(built), ["gfx942", ARCH], [])
 
 
 def test_what_is_not_held_is_closed_and_says_so(monkeypatch: pytest.MonkeyPatch, built: Path) -> None:
@@ -440,6 +441,17 @@ def test_a_kernel_with_other_parameters_goes_to_tritons_own_launcher(
     assert kernel.metadata.name == "normalise"
     key = binaries.identity(jit.recipe(norm_build(), ARCH))
     assert kernel.kernel == (built / f"chain/{ARCH}/{key}.cubin").read_bytes()
+
+
+def test_an_amd_kernel_of_the_directory_reaches_tritons_loader(monkeypatch: pytest.MonkeyPatch, built: Path) -> None:
+    """As far as it goes without the hardware: machine code and metadata, and nothing compiled."""
+    use(monkeypatch, built, "never")
+    monkeypatch.setattr(jit, "compile_kernel", None)
+    kernel = jit._triton_loaded(norm_build(), "gfx942", 0)
+    key = binaries.identity(jit.recipe(norm_build(), "gfx942"))
+    assert kernel.kernel == (built / f"chain/gfx942/{key}.hsaco").read_bytes()
+    assert (kernel.metadata.name, kernel.metadata.target.arch) == ("normalise", "gfx942")
+    assert kernel_counts() == {"prebuilt": 1, "cache": 0, "compiled": 0}
 
 
 def test_line_numbers_are_all_that_a_prebuilt_triton_kernel_lacks(built: Path, tmp_path: Path) -> None:
