@@ -42,6 +42,7 @@ def test_bench_model(tmp_path: Path) -> None:
         assert found[model, "chain"] - found[model, "cuda"] == 2 * 3
 
 
+@pytest.mark.filterwarnings("ignore:prefill runs in plain PyTorch")  # where fla-core is not installed
 def test_eval(tmp_path: Path) -> None:
     result = run(tmp_path / "eval.json", "eval", "--backend", "all", "--limit", "16", "--drift-steps", "128")
     found = {(one["backend"], one["layout"], one["state_dtype"]): one for one in result["agreement"]}

@@ -89,7 +89,7 @@ def test_the_decode_table_has_limit_copy_gain_on_the_chain_layouts_and_dtypes() 
         {"provider": "fla", "not_timed": "not installed"},
     ]  # fmt: skip
     text = page.render([document("bench", geometric_means={}, graph=True, cells=cells)])
-    assert "4 SMs, driver 1.2, torch 2.11, source abc. Command: `fused-kda`" in text
+    assert "4 SMs, driver 1.2, torch 2.11, commit unknown, source abc. Command: `fused-kda`" in text
     assert "| H | B | limit | copy | cuda | % of limit | x chain | DS / SD | chain | % of limit | DS / SD |" in text
     assert "| 12 | 1 | 2.00 | 2.50 | 2.50 | 80.0 | 4.00 | 1.008 | 10.00 | 20.0 | 1.000 |" in text
     assert "| 12 | 1 | 1.00 | 1.30 | 153.8 | 0.520 |" in text

@@ -146,8 +146,7 @@ def _heading(title: str, document: Document) -> list[str]:
     facts += [f"driver {machine['driver']}"] if "driver" in machine else []
     facts += [f"torch {machine['torch']}"]
     if "source" in document:
-        commit = document["commit"]
-        facts.append(f"source {document['source']}" if commit == "unknown" else f"commit {commit}")
+        facts += [f"commit {document['commit']}", f"source {document['source']}"]
     return [
         f"## {title}, {machine['device']}, {machine['date']}: `{document['file']}`\n",
         f"{', '.join(facts)}. Command: `{document['command']}`\n",
@@ -300,9 +299,8 @@ def _worth(document: Document) -> list[str]:
                     gains[batch] = 1 - after["us"]["median"] / before["us"]["median"]
             if gains:
                 least, most = min(gains, key=lambda b: gains[b]), max(gains, key=lambda b: gains[b])
-                words.append(
-                    f"{title} saves {gains[least]:.1%} (B = {least}) to {gains[most]:.1%} (B = {most}) of the step"
-                )
+                low, high = (round(gains[batch], 3) + 0.0 for batch in (least, most))  # no negative zero
+                words.append(f"{title} saves {low:.1%} (B = {least}) to {high:.1%} (B = {most}) of the step")
         lines.append(f"* {model}: {'; '.join(words)}.")
     return lines
 

@@ -86,7 +86,11 @@ def command(
     as_csv: Annotated[bool, typer.Option("--csv", help="print comma-separated values instead of the table")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document instead of the table")] = False,
 ) -> None:
-    """Time the decode step's backends beside the measured limit; what fails its check is not timed."""
+    """Time the decode step's backends beside the measured limit; what fails its check is not timed.
+
+    Prints a table; --json and --csv print all of it on standard output instead. --save writes the JSON document, with
+    every sample, as a file that `make docs-performance` and --compare read.
+    """
     start = time.perf_counter()
     where = parse_device(device)
     small_work(where)
