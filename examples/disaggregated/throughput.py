@@ -4,11 +4,12 @@ The plain copy is one contiguous READ by the same two agents, from one buffer in
 
     python examples/disaggregated/throughput.py
     python examples/disaggregated/throughput.py --device cuda --layers 69
+    python examples/disaggregated/throughput.py --device cuda --layers 69 --size 1
 
 The owner has 24 heads (tensor-parallel size 1), the reader 12 of them (rank 0 of 2), as when each rank of Kimi-K3 at
-tensor-parallel size 8 pulls from one of size 4. Rounds of both are interleaved. "read" is planning and moving the data,
-"ready" also compares generations and checksums; connecting is part of neither. Times are medians; "of plain" is the
-median, and the quartiles, of the rounds' own ratios.
+tensor-parallel size 8 pulls from one of size 4. With --size 1 it has all, as between equal sizes. Rounds of both are
+interleaved. "read" is planning and moving the data, "ready" also compares generations and checksums; connecting is part
+of neither. Times are medians; "of plain" is the median, and the quartiles, of the rounds' own ratios.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from fused_kda.pool import StatePool
 from fused_kda.transfer import Offer, TransferAgent
 
 HEADS, DIM = 24, 128
-SIZE = 2
 
 
 def make_agent(
@@ -47,7 +47,7 @@ def make_agent(
 
 def bytes_of_reader(options: argparse.Namespace) -> int:
     """What one round carries: windows (bf16, 3 taps) and states (fp32) of the reader's heads."""
-    return options.slots * options.layers * HEADS // SIZE * (3 * DIM * 3 * 2 + DIM * DIM * 4)
+    return options.slots * options.layers * HEADS // options.size * (3 * DIM * 3 * 2 + DIM * DIM * 4)
 
 
 def own(pipe: Connection, kind: LayoutKind, options: argparse.Namespace) -> None:
@@ -103,7 +103,7 @@ def measure(kind: LayoutKind, options: argparse.Namespace) -> str:
     process = context.Process(target=own, args=(theirs, kind, options), daemon=True)
     process.start()
     theirs.close()
-    agent, target = make_agent("reader", kind, SIZE, options)
+    agent, target = make_agent("reader", kind, options.size, options)
     handshake, source = pipe.recv()
     agent.connect(handshake)
     nbytes, ranges = bytes_of_reader(options), 0
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--size", type=int, choices=(1, 2), default=2, help="the reader's tensor-parallel size")
     parser.add_argument("--rounds", type=int, default=15, help="at least 2")
     options = parser.parse_args()
     if options.rounds < 2:
@@ -142,9 +143,9 @@ def main() -> None:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     torch.set_num_threads(1)
 
-    nbytes = bytes_of_reader(options)
+    nbytes, heads = bytes_of_reader(options), HEADS // options.size
     where = torch.cuda.get_device_name() if options.device == "cuda" else "host memory"
-    print(f"{options.slots} slots of {options.layers} layers, 12 of 24 heads, {nbytes / 1e6:.1f} MB, {where}")
+    print(f"{options.slots} slots of {options.layers} layers, {heads} of {HEADS} heads, {nbytes / 1e6:.1f} MB, {where}")
     print(f"{'':<6}{'ranges':>8}{'plain ms':>10}{'GB/s':>7}", end="")
     print("".join(f"{f'{name} ms':>10}{'GB/s':>7}{'of plain':>18}" for name in ("read", "ready")))
     for kind in ("DS", "SD"):

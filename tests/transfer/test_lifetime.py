@@ -83,12 +83,15 @@ def test_a_running_step_corrupts_a_received_slot_unless_the_rule_is_kept(kept: b
     ended = pool.allocate()
     launch = decode(pool, ended, "cuda")
     launch()  # compiles
+    aside = torch.cuda.Stream()  # a transfer does not follow the op's stream
+    with torch.cuda.stream(aside):
+        receive(make_pool("cuda", 128))  # CUDA loads kernels at their first use, and may wait for the whole device then
     torch.cuda.synchronize()
     with pool.step([ended]) if kept else nullcontext():
         torch.cuda._sleep(2_000_000_000)  # about a second of cycles: the step stays behind it
         launch()
     pool.free(ended)
-    with torch.cuda.stream(torch.cuda.Stream()):  # a transfer does not follow the op's stream
+    with torch.cuda.stream(aside):
         slot, before = receive(pool)
     torch.cuda.synchronize()
     assert (slot == ended) == (not kept)
