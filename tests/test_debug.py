@@ -14,6 +14,7 @@ from fused_kda import api, debug, fused_kda_decode
 from fused_kda.finite import Finding, FiniteCheck
 from fused_kda.pool import StatePool
 from fused_kda.testing.battery import Subject
+from fused_kda.testing.compare import check_equal
 from fused_kda.testing.problems import Call, Draw, draw
 
 NAN, INF = float("nan"), float("inf")
@@ -194,9 +195,9 @@ out = torch.zeros(5, 1300, dtype=torch.bfloat16)
 out[1, 1299], out[2, 0], out[3, 7] = float("nan"), float("-inf"), float("inf")
 out[4] = torch.finfo(torch.bfloat16).max
 slots = torch.tensor([1, 3, 0, 9, 6], dtype=torch.int32)
-mark[(5,)](flags, out, slots, 7, 0, 1300, 1, COLUMNS=1290, BLOCK=1024)
+mark[(5,)](flags, out, slots, 7, 0, 1290, 1300, 1, BLOCK=1024, PDL=False)
 narrow = flags.tolist()
-mark[(5,)](flags, out, slots, 7, -1, 1300, 1, COLUMNS=1300, BLOCK=1024)
+mark[(5,)](flags, out, slots, 7, -1, 1300, 1300, 1, BLOCK=1024, PDL=False)
 print(json.dumps([narrow, flags.tolist()]))
 """
 
@@ -243,6 +244,52 @@ def test_the_fused_check_is_one_launch_without_a_wait_and_is_captured() -> None:
     assert check.found() == [Finding(0, 7)]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("batch", [1, 40])
+def test_the_check_between_two_steps_changes_no_bit(prefetch: bool, batch: int) -> None:
+    """Steps on one pool, in a graph, with the check between them: the bits of steps that wait for each other.
+
+    With ``prefetch`` a step reads the pool before the kernel ahead, which is the check, has ended. That is sound since
+    the check lets it start only after the step before has ended.
+    """
+    pytest.importorskip("triton")
+    waited = draw(Draw(batch=batch, heads=12, guard=0), "cuda")
+    waited.run("cuda", prefetch=prefetch)
+    chained = waited.clone()
+    check = FiniteCheck(StatePool(1, waited.problem.slots, 1, 1, device="cuda"))
+    out, indices = chained.arguments["out"], chained.arguments["state_indices"]
+    check.watch(0, out, indices)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(50):
+            chained.run("cuda", prefetch=prefetch)
+            check.watch(0, out, indices)
+    graph.replay()
+    for _ in range(50):
+        waited.run("cuda")
+        torch.cuda.synchronize()
+    for name in ("out", "conv_state", "state"):
+        check_equal(name, chained.arguments[name], waited.arguments[name])
+    assert check.found() == []
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_the_fused_check_compiles_for(arch: str) -> None:
+    pytest.importorskip("triton")
+    from fused_kda.kernels.finite import marking
+    from fused_kda.kernels.jit import compiled, interpreted
+
+    build = marking(arch, torch.int32)
+    if interpreted(build.kernel):
+        pytest.skip("needs compiled kernels")
+    compiled_kernel = compiled(build, arch)
+    if arch == "sm_90":
+        assert "griddepcontrol.wait" in compiled_kernel.asm["ptx"]
+    elif arch == "sm_80":
+        assert "griddepcontrol" not in compiled_kernel.asm["ptx"]
+
+
 def test_from_a_finding_to_a_quarantine_and_back() -> None:
     pool = StatePool(2, 4, 2, 8)
     first, second = pool.allocate(2)
@@ -251,8 +298,9 @@ def test_from_a_finding_to_a_quarantine_and_back() -> None:
     call = on_pool(pool, 1, [first, second])
     check.watch(1, call.run("reference"), call.arguments["state_indices"])
     (finding,) = check.found()
-    pool.quarantine(finding.slot, f"not finite in layer {finding.layer}")
-    assert pool.quarantined == {second: "not finite in layer 1"}
+    pool.quarantine(finding.slot, f"not finite in layers {pool.not_finite(finding.slot)}")
+    assert pool.quarantined == {second: "not finite in layers [1]"}
+    assert pool.not_finite(first) == []
     assert pool.layer(1).state[second].isnan().any(), "kept, to be looked at"
     assert pool.allocate() == 3
     pool.release(finding.slot)

@@ -156,6 +156,18 @@ def test_a_quarantined_slot_is_not_handed_out_until_it_is_released(allocated):
     assert pool.allocate() == 1
 
 
+def test_layers_that_are_not_finite_are_found():
+    pool = StatePool(4, 3, 2, 8)
+    assert pool.not_finite(1) == []
+    pool.layer(3).state[1, 1, 2, 3] = float("inf")
+    pool.layer(1).conv_state[1, 5, 1] = float("nan")
+    pool.layer(0).state[2] = float("nan")
+    assert pool.not_finite(1) == [1, 3]
+    assert pool.not_finite(2) == [0]
+    with pytest.raises(ValueError, match=r"^slot: expected 1 <= slot < 3, got 3$"):
+        pool.not_finite(3)
+
+
 def test_a_released_slot_waits_for_the_steps_that_list_it():
     pool = small()
     with pool.step([1]):

@@ -3,6 +3,10 @@
 A NaN or an infinity anywhere in what a step uses of a slot (state or window), or in a row's inputs, makes that row's
 output non-finite in the same step; what overflows in the state's update does so in the next. So the output, a few KiB a
 row, is all that has to be looked at.
+
+In a model with a residual stream it goes on from there to every later layer of the row. So watching the last KDA layer
+alone, one launch a model step, finds the slot; :meth:`fused_kda.pool.StatePool.not_finite` then tells in which layers
+it holds such numbers, and the lowest of them is where it began.
 """
 
 from __future__ import annotations
@@ -13,9 +17,6 @@ from typing import NamedTuple
 import torch
 
 from .pool import StatePool
-
-#: Elements that one program looks at together.
-_BLOCK = 1024
 
 
 class Finding(NamedTuple):
@@ -37,7 +38,7 @@ class FiniteCheck:
         check.watch(layer, out, indices)
         ...
         for finding in check.found():
-            pool.quarantine(finding.slot, f"not finite in layer {finding.layer}")
+            pool.quarantine(finding.slot, f"not finite in layers {pool.not_finite(finding.slot)}")
             check.clear(finding.slot)
 
     ``python -m fused_kda.bench.finite`` measures what it adds to a step.
@@ -66,14 +67,14 @@ class FiniteCheck:
             return
         rows = out[0] if out.ndim == 4 else out
         if self._fused and out.dtype == torch.bfloat16:
-            from .kernels.finite import mark
+            from .kernels.finite import marker
 
-            columns = rows[0].numel()
+            launch = marker(
+                out.device, batch, state_indices.dtype, self._slots, self._null_slot, rows.numel() // batch,
+                rows.stride(0), state_indices.stride(0),
+            )  # fmt: skip
             with torch.cuda.device(out.device):
-                mark[(batch,)](
-                    flags, rows, state_indices, self._slots, self._null_slot, rows.stride(0), state_indices.stride(0),
-                    COLUMNS=columns, BLOCK=_BLOCK, num_warps=4,
-                )  # fmt: skip
+                launch({"flags": flags, "out": rows, "state_indices": state_indices})
             return
         bad = ~rows.reshape(batch, -1).isfinite().all(1)
         slots = state_indices.flatten().long()

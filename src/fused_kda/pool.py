@@ -294,6 +294,16 @@ class StatePool:
         self._check_allocated(slot)
         self._zero(slot)
 
+    def not_finite(self, slot: int) -> list[int]:
+        """The layers in which a slot's window or state holds a NaN or an infinity, ascending. Waits for the device.
+
+        Raises:
+            ValueError: the slot does not exist or is the reserved one.
+        """
+        self._check_exists(slot)
+        sound = [torch.stack([t[slot].isfinite().all() for t in layer[:2]]).all() for layer in self._layers]
+        return [index for index, one in enumerate(torch.stack(sound).tolist()) if not one]
+
     def _zero(self, slot: int) -> None:
         for layer in self._layers:
             layer.conv_state[slot].zero_()

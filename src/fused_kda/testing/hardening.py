@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..bench.cells import MODEL_LAYERS
+
 Document = Mapping[str, Any]
 
 
@@ -127,7 +129,9 @@ def _suspicion(document: Document | None) -> str:
   been touched then. It synchronises; steps inside a graph are not checked, and a warning says so.
 * **`fused_kda.finite.FiniteCheck`** may stay on. A NaN or an infinity in what a step uses makes the row's output
   non-finite in the same step, so it looks at the output alone: one launch, no wait, no allocation, inside graphs,
-  too. Marks add up on the device until somebody reads them.
+  too. Marks add up on the device until somebody reads them. It belongs behind the last KDA layer of a model, which
+  every earlier layer's numbers reach through the residual stream; behind each layer of a small batch it is dear.
+  `StatePool.not_finite(slot)` then names the layers.
 * **`StatePool.quarantine(slot, reason)`** keeps a slot out of circulation, its bytes as they are, until
   `release(slot)` zeroes it and gives it back."""
     if document is None:
@@ -137,14 +141,16 @@ def _suspicion(document: Document | None) -> str:
             str(one["heads"]),
             str(one["batch"]),
             f"{one['step']:.2f}",
-            f"{one['step_and_check']:.2f}",
             f"{one['added']:.2f}",
+            f"{100 * one['added'] / one['step']:.0f} %",
+            f"{100 * one['added'] / (MODEL_LAYERS * one['step']):.1f} %",
             f"{one['host']:.1f}",
         ]
         for one in document["finite"]
     ]
-    heads = ["H", "B", "step, µs", "with the check", "added", "host, µs an eager check"]
-    return f"{text}\n\nWhat the finite check costs in a graph: {_source(document)}\n\n{_table(heads, rows)}"
+    heads = ["H", "B", "step, µs a layer", "check, µs", "behind every layer", f"behind the last of {MODEL_LAYERS}"]
+    heads.append("host, µs an eager check")
+    return f"{text}\n\nWhat the finite check adds to the op in a graph: {_source(document)}\n\n{_table(heads, rows)}"
 
 
 _CONCURRENCY = """## Concurrency
