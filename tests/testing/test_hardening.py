@@ -48,7 +48,7 @@ def test_the_newest_of_each_kind_is_shown() -> None:
     )
     assert "Not yet run" not in text
     assert "`make soak` on A GPU, 2026-01-02:" in text
-    assert "| `cuda` | float32 | 100,000 | 123 | 4,567 | 9 | 5,000 | 0.25 | 0.50 | 1 of 2 runs | none |" in text
+    assert "| `cuda` | float32 | 100,000 | 123 | 4,567 | 9 | 5,000 | 0.25 | 0.50 | 1 from 2 runs | none |" in text
     assert "drift" not in text
     assert "| 12 | 8 | 4.00 | 1.25 | 31 % | 0.5 % | 9.0 |" in text
     assert "| `chain` | all | 4 launches, 0 errors |" in text

@@ -98,7 +98,7 @@ check."""
             f"{one['longest_followed']:,}",
             f"{one['state_share']:.2f}",
             f"{one['out_share']:.2f}",
-            f"{len(set(one['digests']))} of {len(one['digests'])} runs",
+            f"{len(set(one['digests']))} from {len(one['digests'])} runs",
             "none" if not one["faults"] else "; ".join(one["faults"]),
         ]
         for one in document["soak"]
