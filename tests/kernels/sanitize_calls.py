@@ -21,7 +21,7 @@ from sanitize_matrix import BACKENDS, FAULTS, FAULTY, Case, cases
 from fused_kda import gates
 from fused_kda.contract import Tensors
 from fused_kda.kernels.reference import Launch
-from fused_kda.testing.compare import check_call, expected
+from fused_kda.testing.compare import Mismatch, check_call, expected
 from fused_kda.testing.problems import Call, draw
 
 
@@ -132,10 +132,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     number, count = map(int, options.part.split("/"))
     mine = cases(options.backend)[number - 1 :: count]
+    wrong = 0
     for case in mine:
-        run(case, device)
+        try:
+            run(case, device)
+        except Mismatch as mismatch:
+            print(f"{case}: {mismatch}")
+            wrong += 1
     print(f"{len(mine)} launches")
-    return 0
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -135,15 +135,20 @@ def run_lane(lane: Lane, directory: Path, limit: float) -> Outcome:
 
 
 def run_all(lanes: Iterable[Lane], directory: Path, jobs: int, limit: float) -> list[Outcome]:
-    """Run lanes side by side; print each as it ends, and all of a failed one's output."""
+    """Run lanes side by side; print each as it ends, and what a failed one has printed."""
     found = []
     with ThreadPoolExecutor(jobs) as pool:
         for outcome in pool.map(lambda lane: run_lane(lane, directory, limit), lanes):
             print(outcome, flush=True)
             if not outcome.passed:
-                print(outcome.output[-4000:], flush=True)
+                print(_shortened(outcome.output), flush=True)
             found.append(outcome)
     return found
+
+
+def _shortened(output: str) -> str:
+    """The first reports, which are the ones to look at, and how it ended."""
+    return output if len(output) < 5000 else f"{output[:4000]}\n...\n{output[-1000:]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,10 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         compiling = [Lane(None, backend, f"{part}/{parts}") for part in range(1, parts + 1) for backend in backends]
         outcomes = run_all(compiling, Path(directory), options.jobs, options.limit)
-        if all(outcome.passed for outcome in outcomes):
-            lanes = [Lane(tool, backend) for tool in tools for backend in backends]
-            lanes += [Lane(tool, "cuda", fault=True) for tool in tools]
-            outcomes += run_all(lanes, Path(directory), options.jobs, options.limit)
+        lanes = [Lane(tool, backend) for tool in tools for backend in backends]
+        lanes += [Lane(tool, "cuda", fault=True) for tool in tools]
+        outcomes += run_all(lanes, Path(directory), options.jobs, options.limit)
     failed = [outcome for outcome in outcomes if not outcome.passed]
     checked = [outcome for outcome in outcomes if outcome.lane.tool and not outcome.lane.fault]
     noticed = sum(outcome.passed for outcome in outcomes if outcome.lane.fault)
