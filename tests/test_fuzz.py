@@ -1,8 +1,8 @@
 """Whole problems drawn by hypothesis, on every backend that this machine has, against float64.
 
 On a CPU: PyTorch's reference, also against the scalar oracle, and Triton's interpreter in the process that
-``kernels/test_interpreter.py`` starts. On a GPU each specialisation gets fifty problems, so that compilers take little
-of the time. What fails prints a program that repeats it; put its Draw into REGRESSIONS.
+``kernels/test_interpreter.py`` starts. On a GPU a few dozen specialisations share the problems, so that compilers take
+little of the time. What fails prints a program that repeats it; put its Draw into REGRESSIONS.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from hypothesis import Phase
 
 import oracle
+from fused_kda import gates
 from fused_kda.contract import DecodeProblem, Tensors
 from fused_kda.kernels import reference
 from fused_kda.testing.battery import Subject, default_size
@@ -32,8 +33,8 @@ SMALL = Space(heads=HEADS, dims=(1, 2, 3, 5, 8, 16), widths=WIDTHS, dtypes=DTYPE
 INTERPRETED = Space(heads=(1, 1, 2, 3), dims=(64, 64, 64, 128), widths=WIDTHS, elements=1 << 12, most=5 << 12)
 LAUNCHED = Space(heads=HEADS, dims=(64, 128, 128, 128, 256), widths=WIDTHS)
 #: Parts can run side by side. On a GPU a part has SPECIALISATIONS with PROBLEMS each, on a CPU a few problems of any.
-PARTS, SPECIALISATIONS, PROBLEMS = 14, 3, 50
-ON_A_CPU = {"reference": 22, "triton": 14, "chain": 8}
+PARTS, SPECIALISATIONS, PROBLEMS = 14, 3, 55
+ON_A_CPU = {"reference": 26, "triton": 16, "chain": 10}
 
 #: Problems that found a fault in a backend or in the way of judging it, and corners that are worth a run each time.
 REGRESSIONS: tuple[Draw, ...] = (
@@ -42,7 +43,31 @@ REGRESSIONS: tuple[Draw, ...] = (
     Draw(batch=2, heads=1, extremes=("q zero", "k zero"), lower_bound=None, norm_dtype=None),
     Draw(batch=2, heads=1, extremes=("large state", "one huge input"), state_dtype=BF16, poison="state"),
     Draw(batch=2, heads=1, extremes=("A_log at its ends", "gates at 80"), lower_bound=None, poison="raw_g"),
+    # An update below fp32's normal numbers, before it meets a k of 1e15.
+    Draw(
+        batch=2,
+        heads=2,
+        state_dtype=BF16,
+        lower_bound=None,
+        mask=True,
+        extremes=("large inputs", "beta at 80"),
+        seed=28,
+    ),
 )
+#: The same and its opposite as an H200 met them, too large for an interpreter: an update that overflows there.
+LARGE_REGRESSIONS: tuple[Draw, ...] = (
+    Draw(
+        batch=9, heads=3, slots=11, page_shared=True, state_dtype=BF16, weight_dtype=BF16, norm_dtype=BF16,
+        weight_form="checkpoint_3d", lower_bound=None, null_rows=(4,), mask=True, sliced=True, row_form="[B,P]",
+        row_offset=3, row_gap=1, norm_eps=1e-6, prefetch=True, extremes=("large inputs", "beta at 80"), seed=167,
+    ),
+    Draw(
+        heads=24, slots=6, guard=1, page_unit=2, pool_offset=1, state_dtype=BF16, weight_dtype=BF16, norm_dtype=None,
+        weight_form="checkpoint_3d", index_dtype=torch.int64, index_stride=5, lower_bound=None, row_form="[B,H,D]",
+        row_offset=3, row_gap=1, extremes=("all inputs tiny", "one huge input", "tiny inputs"), poison="raw_beta",
+        seed=40532,
+    ),
+)  # fmt: skip
 
 
 def space(subject: Subject) -> Space:
@@ -82,7 +107,9 @@ def run(
     check: Callable[[Draw], None], where: Space, spec: Draw | None, count: int, seed: int, repeat: tuple[str, str],
     counts: Counter[str],
 ) -> None:  # fmt: skip
-    """Check ``count`` problems drawn from a seed. A failure prints a program that repeats it."""
+    """Check ``count`` problems drawn from a seed. A failure prints a program that repeats it, and ends the run."""
+    tried: set[Draw] = set()
+    failed: set[Draw] = set()
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
@@ -91,15 +118,18 @@ def run(
     )  # fmt: skip
     @hypothesis.given(problems(where, spec))
     def each(wanted: Draw) -> None:
-        counts["tried"] += 1
+        tried.add(wanted)
         try:
             check(wanted)
         except Exception:
-            counts["failed"] += 1
+            failed.add(wanted)
             print(f"\n{snippet(wanted, *repeat)}\n")
             raise
 
-    each()
+    try:
+        each()
+    finally:
+        counts.update(tried=len(tried), failed=len(failed))
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -119,6 +149,18 @@ def test_drawn_problems(subject: Subject, part: int, counts: Counter[str]) -> No
 @pytest.mark.parametrize("wanted", REGRESSIONS, ids=range(len(REGRESSIONS)))
 def test_problems_to_remember(subject: Subject, wanted: Draw) -> None:
     agrees(subject, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("wanted", LARGE_REGRESSIONS, ids=["underflow", "overflow"])
+@pytest.mark.parametrize("backend", ["cuda", "triton", "chain"])
+def test_large_problems_to_remember(backend: str, wanted: Draw, width: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    problem = replace(wanted, conv_width=width)
+    if backend not in gates.supported(draw(problem, device).problem):
+        pytest.skip(f"{backend} does not have this problem")
+    agrees(Subject(backend, device, default_size(device, backend)), problem)
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -86,7 +86,7 @@ class Subject:
     def agree(self, call: Call, *, extreme: bool = False) -> None:
         """Run the call; its live rows must meet the float64 reference, and no byte beyond its own may change.
 
-        With ``extreme``, heads that fp32 cannot hold are not compared (:func:`.compare.within_range`).
+        With ``extreme``, heads that fp32 cannot hold are not compared (:func:`.compare.limits`).
         """
         before = call.clone()
         wanted = expected(call, chain=self.backend == "chain", extreme=extreme)

@@ -8,7 +8,8 @@ the sums inside mix all of its channels.
 
 Of values at the ends of fp32's range the contract promises less: a head whose exact intermediate values, or sums of
 their magnitudes in any order, exceed :data:`RANGE` may come out as anything, but no other head, row or slot may change
-for it, and the window still moves bit for bit. :func:`within_range` says which heads are judged.
+for it, and the window still moves bit for bit. At the other end a kernel may take a product that is below fp32's normal
+numbers for zero: what that can cost, times what multiplies it afterwards, is added to the budget. See :func:`limits`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ SAFETY = 4.0
 
 #: Far enough below fp32's largest value (2**128) for the rounding of sums, in whichever order, not to matter.
 RANGE = 2.0**120
+
+#: fp32's smallest normal number.
+NORMAL = 2.0**-126
 
 #: Unit roundoff: half the distance between neighbours, relative to the smaller one.
 ROUNDOFF = {
@@ -65,21 +69,28 @@ def expected(call: Call, *, chain: bool = False, extreme: bool = False) -> Expec
     Args:
         call: drawn, not yet run.
         chain: whether the backend rounds between launches as the unfused chain does.
-        extreme: judge only the heads that are :func:`within_range`; without it all are judged.
+        extreme: judge only the heads that fp32 can hold, and allow for what it may lose to underflow (:func:`limits`).
+            Without it all heads are judged, and no underflow is allowed for.
     """
     dtype = call.arguments["x"].dtype
     state_dtype = call.arguments["state"].dtype
     exact_out, exact_state, window = _evaluate(call, torch.float64, None)
     low = torch.float64 if dtype == torch.float64 else torch.float32
     low_out, low_state, _ = _evaluate(call, low, dtype if chain else None)
-    judged = within_range(call) if extreme else torch.ones(exact_out.shape[:2], dtype=torch.bool, device=window.device)
+    bounds = limits(call) if extreme else None
+    judged = torch.ones(exact_out.shape[:2], dtype=torch.bool, device=window.device) if bounds is None else bounds.fits
     exact_out, low_out = _only(judged, exact_out), _only(judged, low_out)
     exact_state, low_state = _only(judged, exact_state), _only(judged, low_state)
+    out_budget = budget(exact_out, low_out.double(), (-1,), dtype)
+    state_budget = budget(exact_state, low_state.double(), (-2, -1), state_dtype)
+    if bounds is not None:
+        out_budget += _only(judged, bounds.out_loss)
+        state_budget += _only(judged, bounds.state_loss).view(*judged.shape, 1, 1)
     return Expected(
         out=exact_out,
-        out_budget=budget(exact_out, low_out.double(), (-1,), dtype),
+        out_budget=out_budget,
         state=exact_state,
-        state_budget=budget(exact_state, low_state.double(), (-2, -1), state_dtype),
+        state_budget=state_budget,
         window=window,
         judged=judged,
     )
@@ -154,12 +165,29 @@ def budget(exact: torch.Tensor, low: torch.Tensor, over: tuple[int, ...], dtype:
     return computed + ROUNDOFF[dtype] * (exact.abs() + computed) + smallest
 
 
-def within_range(call: Call) -> torch.Tensor:
-    """Bool ``[N, H]`` over live rows and heads: whether fp32 can hold all that is computed on the way, in any order.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What fp32 can hold of one call, for its live rows in ascending order.
 
-    The magnitudes are bounded in float64: the convolution's terms, the squares of q and k, both dots before and after
-    q and k are normalised (a backend may do either), the new state, the squares of o; o itself, if it is the output, in
-    the activation dtype. Decay is taken as 1. Inputs that are not finite are out of range.
+    Attributes:
+        fits: bool ``[N, H]``: whether all that is computed on the way is below :data:`RANGE`, in any order of the sums.
+        state_loss: float64 ``[N, H]``: what underflow may take from an element of the state.
+        out_loss: float64 ``[N, H, D]``: and from one of the output.
+    """
+
+    fits: torch.Tensor
+    state_loss: torch.Tensor
+    out_loss: torch.Tensor
+
+
+def limits(call: Call) -> Limits:
+    """Bound the magnitudes of a call's intermediate values, in float64.
+
+    They are the convolution's terms, the squares of q and k, both dots before and after q and k are normalised (a
+    backend may do either), the update before it meets k, the new state, the squares of o; o itself, if it is the
+    output, in the activation dtype. Decay is taken as 1. A head with inputs that are not finite does not fit.
+
+    Underflow: decay times the state, (delta times k's norm) times k, products inside the dots before q's norm.
     """
     problem, t, _ = _compact(call, torch.float64)
     spec = problem.spec
@@ -178,8 +206,9 @@ def within_range(call: Call) -> torch.Tensor:
 
     total = terms.sum(-1) + bias
     q, k, v = by_head(total * torch.sigmoid(total)).abs().unbind(1)
-    unit_q = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + QK_NORM_EPS) * abs(problem.scale)
-    unit_k = k * torch.rsqrt((k * k).sum(-1, keepdim=True) + QK_NORM_EPS)
+    q_norm = torch.rsqrt((q * q).sum(-1, keepdim=True) + QK_NORM_EPS) * abs(problem.scale)
+    k_norm = torch.rsqrt((k * k).sum(-1, keepdim=True) + QK_NORM_EPS)
+    unit_q, unit_k = q * q_norm, k * k_norm
     state = torch.where(started.view(-1, 1, 1, 1), t.state, 0.0).abs()
 
     def dot(vector: torch.Tensor) -> torch.Tensor:
@@ -187,16 +216,22 @@ def within_range(call: Call) -> torch.Tensor:
 
     delta = v + dot(unit_k)
     o = dot(unit_q) + delta * (unit_q * unit_k).sum(-1, keepdim=True)
+    largest_state = state.amax((-2, -1))
     largest = (
         by_head(terms.abs().sum(-1) + bias.abs()).amax((1, 3)),
         (q * q).sum(-1), (k * k).sum(-1), (q * k).sum(-1), dot(q).amax(-1), dot(k).amax(-1),
-        (state.amax((-2, -1)) + delta.amax(-1) * unit_k.amax(-1)), (o * o).sum(-1),
+        (delta * k_norm).amax(-1), largest_state + delta.amax(-1) * unit_k.amax(-1), (o * o).sum(-1),
     )  # fmt: skip
     fits = torch.stack(largest).amax(0) < RANGE  # False for NaN
     if t.norm_weight is None:
         fits &= o.amax(-1) < torch.finfo(call.arguments["x"].dtype).max / 2
     fits &= t.raw_g.isfinite().all(-1) & t.raw_beta.isfinite()
-    return fits if t.output_gate is None else fits & t.output_gate.isfinite().all(-1)
+    gain = torch.ones_like(o)
+    if t.norm_weight is not None and t.output_gate is not None:
+        fits &= t.output_gate.isfinite().all(-1)
+        gain = t.norm_weight.view(-1).abs() * torch.sigmoid(t.output_gate) * problem.norm_eps**-0.5
+    lost = largest_state.unsqueeze(-1) * unit_q.sum(-1, keepdim=True) + dim * q_norm
+    return Limits(fits, NORMAL * (largest_state + k.amax(-1)), NORMAL * lost * gain)
 
 
 def _evaluate(

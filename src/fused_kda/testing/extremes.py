@@ -2,7 +2,7 @@
 
 All of them are finite (A_log's minus infinity aside: a head that never decays). Most are put into some of the live rows
 or heads only, so that ordinary ones stand beside them. What fp32 arithmetic cannot hold may come out of such a head as
-anything, but of no other: :func:`.compare.within_range` says which heads that are.
+anything, but of no other: :func:`.compare.limits` says which heads that are.
 """
 
 from __future__ import annotations
