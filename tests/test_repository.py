@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,10 @@ def test_make_targets_named_in_documents_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for named in re.findall(r"(?:^ {4}|`)make ([a-z-]+)", path.read_text(), re.MULTILINE):
         assert named in targets, named
+
+
+def test_pytest_goes_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
+    """Its own list of folders to leave out has "build" in it."""
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {path.name for path in (ROOT / "tests").rglob("*") if path.is_dir() and path.name != "__pycache__"}
+    assert [name for name in sorted(folders) if any(fnmatch(name, pattern) for pattern in left_out)] == []
