@@ -123,7 +123,7 @@ def measure(kind: LayoutKind, options: argparse.Namespace) -> str:
     row = f"{kind:<6}{ranges:>8,}"
     for times in (plain, read, ready):
         middle = statistics.median(times)
-        row += f"{middle * 1e3:>10.1f}{nbytes / middle / 1e9:>7.2f}"
+        row += f"{middle * 1e3:>10.1f}{nbytes / middle / 1e9:>9.2f}"
         if times is not plain:
             low, ratio, high = statistics.quantiles([p / t for p, t in zip(plain, times, strict=True)], n=4)
             row += f"{f'{ratio:.0%} ({low:.0%}-{high:.0%})':>18}"
@@ -146,8 +146,8 @@ def main() -> None:
     nbytes, heads = bytes_of_reader(options), HEADS // options.size
     where = torch.cuda.get_device_name() if options.device == "cuda" else "host memory"
     print(f"{options.slots} slots of {options.layers} layers, {heads} of {HEADS} heads, {nbytes / 1e6:.1f} MB, {where}")
-    print(f"{'':<6}{'ranges':>8}{'plain ms':>10}{'GB/s':>7}", end="")
-    print("".join(f"{f'{name} ms':>10}{'GB/s':>7}{'of plain':>18}" for name in ("read", "ready")))
+    print(f"{'':<6}{'ranges':>8}{'plain ms':>10}{'GB/s':>9}", end="")
+    print("".join(f"{f'{name} ms':>10}{'GB/s':>9}{'of plain':>18}" for name in ("read", "ready")))
     for kind in ("DS", "SD"):
         print(measure(kind, options))
 
