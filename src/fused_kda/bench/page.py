@@ -48,11 +48,12 @@ def read_all(directory: Path) -> list[Document]:
 
 
 def render(documents: Sequence[Document]) -> str:
-    """The page."""
+    """The page: in each part the newest day first, and there the document with the most cells."""
     sections: list[Callable[[Document], str | None]] = [_decode_section, _model_section, _eval_section, _host_section]
     parts = [_HEAD]
+    ordered = sorted(documents, key=lambda one: (one["machine"]["date"], len(_cells(one))), reverse=True)
     for section in sections:
-        parts += [text for text in map(section, documents) if text is not None]
+        parts += [text for text in map(section, ordered) if text is not None]
     return "\n".join(parts)
 
 
