@@ -10,10 +10,9 @@
 //
 // o is taken from the decayed, not yet updated state, so that one pass gives both dot products. q and k enter the dots
 // unnormalised; their norms are three more dots of the same lanes and scale the sums afterwards.
-// Bits do not depend on the launch shape: a dot over K is always the same 16 lanes with the same 8 elements each,
-// summed in one order, and the mean over V is always one tree over 128 values in shared memory, wherever they were
-// computed. Contraction is off (--fmad=false); every fused multiply-add is written out.
-// NVRTC compiles this file alone, without includes. The macros (specialisation, launch shape) come from compile.py.
+// Bits do not depend on the launch shape: a dot over K is always the same 16 lanes with the same 8 elements each, in one
+// order, and the mean over V one tree over 128 values in shared memory. No contraction (--fmad=false): every fma is
+// written out. NVRTC compiles this file alone; the macros (specialisation, launch shape) come from compile.py.
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -238,8 +237,7 @@ DEVICE void store_window(bf16* pool, const bf16* stage, int count) {  // pool: t
   }
 }
 
-// What one thread loads of one channel of one section, as it lies in memory: a conversion before the wait would make
-// the wait itself wait for the load, and with it the next kernel's start.
+// What one thread loads of a channel of a section, unconverted: a conversion before the wait would wait for the load.
 struct Item {
   WEIGHT weight[WIDTH];
   BIAS bias;
@@ -286,8 +284,7 @@ __cluster_dims__(SPLIT, 1, 1)
   const bool live = slot > p.null_slot && slot < p.slots;
   const bool started = live && (!INITIAL || p.initial[row * p.initial_stride] != 0);
   i64 tile_offset = (live ? slot : 0) * p.state_pitch + (i64(head) * DIM + part * ROWS) * DIM;
-  // Where HEADS is a power of two the compiler sees through this sum and makes four narrow stores of each wide one.
-  asm("" : "+l"(tile_offset));
+  asm("" : "+l"(tile_offset));  // hidden: where HEADS is 2^n the compiler made four narrow stores of each wide one
   STATE* const state = p.state + tile_offset;
   bf16* const conv = p.conv + (live ? slot : 0) * p.conv_pitch + head * i64(DIM) * CONV_CHANNEL;
 
