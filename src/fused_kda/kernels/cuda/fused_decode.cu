@@ -10,8 +10,8 @@
 //
 // o is taken from the decayed, not yet updated state, so that one pass gives both dot products. q and k enter the dots
 // unnormalised; their norms are three more dots of the same lanes and scale the sums afterwards.
-// Bits do not depend on the launch shape: a dot over K is always the same 16 lanes with the same 8 elements each, in one
-// order, and the mean over V one tree over 128 values in shared memory. No contraction (--fmad=false): every fma is
+// Bits do not depend on the launch shape: a dot over K is always the same 16 lanes with the same 8 elements each, in
+// one order, and the mean over V one tree over 128 values in shared memory. No contraction (--fmad=false): every fma is
 // written out. NVRTC compiles this file alone; the macros (specialisation, launch shape) come from compile.py.
 
 using u8 = unsigned char;
