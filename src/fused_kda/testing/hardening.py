@@ -44,7 +44,8 @@ norm, index type and stride, gate, initial state, head dim, conv width, launch s
 compared with float64 as well. Every tensor is an allocation of its own size, and what a launch must not read is
 never written before it: `out`, slots that no row names or that have no usable state, the guards between slots.
 Beside that, one fault for each tool is built into the CUDA kernel by a macro that nothing else defines; the lane
-fails if a tool does not report its fault."""
+fails if a tool does not report its fault. The Triton kernels have no such fault; that the tools look at them, too,
+rests on the name that the filter lets through."""
     if document is None:
         return f"{text}\n\n{_NOT_RUN}"
     lanes = [lane for lane in document["lanes"] if lane["tool"] is not None]
