@@ -33,7 +33,7 @@ SMALL = Space(heads=HEADS, dims=(1, 2, 3, 5, 8, 16), widths=WIDTHS, dtypes=DTYPE
 INTERPRETED = Space(heads=(1, 1, 2, 3), dims=(64, 64, 64, 128), widths=WIDTHS, elements=1 << 12, most=5 << 12)
 LAUNCHED = Space(heads=HEADS, dims=(64, 128, 128, 128, 256), widths=WIDTHS)
 #: Parts can run side by side. On a GPU a part has SPECIALISATIONS with PROBLEMS each, on a CPU a few problems of any.
-PARTS, SPECIALISATIONS, PROBLEMS = 14, 3, 55
+PARTS, SPECIALISATIONS, PROBLEMS = 14, 3, 64
 ON_A_CPU = {"reference": 26, "triton": 16, "chain": 10}
 
 #: Problems that found a fault in a backend or in the way of judging it, and corners that are worth a run each time.
@@ -54,7 +54,7 @@ REGRESSIONS: tuple[Draw, ...] = (
         seed=28,
     ),
 )
-#: The same and its opposite as an H200 met them, too large for an interpreter: an update that overflows there.
+#: As an H200 met them, too large for an interpreter: the same, an update that overflows there, and a decay of e^-37.
 LARGE_REGRESSIONS: tuple[Draw, ...] = (
     Draw(
         batch=9, heads=3, slots=11, page_shared=True, state_dtype=BF16, weight_dtype=BF16, norm_dtype=BF16,
@@ -66,6 +66,12 @@ LARGE_REGRESSIONS: tuple[Draw, ...] = (
         weight_form="checkpoint_3d", index_dtype=torch.int64, index_stride=5, lower_bound=None, row_form="[B,H,D]",
         row_offset=3, row_gap=1, extremes=("all inputs tiny", "one huge input", "tiny inputs"), poison="raw_beta",
         seed=40532,
+    ),
+    Draw(
+        batch=8, heads=7, slots=8, page_shared=True, weight_dtype=BF16, bias_dtype=torch.float32, norm_dtype=BF16,
+        index_dtype=torch.int64, index_stride=16, lower_bound=None, null_rows=(6, 7), reserved=True,
+        row_form="[B,H,D]", norm_eps=1e-6, scale=-0.5, extremes=("large state", "A_log at its ends"),
+        poison="output_gate", seed=32767,
     ),
 )  # fmt: skip
 
@@ -153,7 +159,7 @@ def test_problems_to_remember(subject: Subject, wanted: Draw) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("wanted", LARGE_REGRESSIONS, ids=["underflow", "overflow"])
+@pytest.mark.parametrize("wanted", LARGE_REGRESSIONS, ids=["underflow", "overflow", "decay"])
 @pytest.mark.parametrize("backend", ["cuda", "triton", "chain"])
 def test_large_problems_to_remember(backend: str, wanted: Draw, width: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())

@@ -10,6 +10,8 @@ Of values at the ends of fp32's range the contract promises less: a head whose e
 their magnitudes in any order, exceed :data:`RANGE` may come out as anything, but no other head, row or slot may change
 for it, and the window still moves bit for bit. At the other end a kernel may take a product that is below fp32's normal
 numbers for zero: what that can cost, times what multiplies it afterwards, is added to the budget. See :func:`limits`.
+And a decay far below one is exp of a large number, which turns a last bit of that number into many of its own: the
+functions inside the gate are granted the errors that GPUs document, see :func:`_gate_slack`.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ def expected(call: Call, *, chain: bool = False, extreme: bool = False) -> Expec
     Args:
         call: drawn, not yet run.
         chain: whether the backend rounds between launches as the unfused chain does.
-        extreme: judge only the heads that fp32 can hold, and allow for what it may lose to underflow (:func:`limits`).
-            Without it all heads are judged, and no underflow is allowed for.
+        extreme: judge only the heads that fp32 can hold, and allow for what it may lose to underflow (:func:`limits`)
+            and to the functions inside the gate. Without it all heads are judged, by the reference's errors alone.
     """
     dtype = call.arguments["x"].dtype
     state_dtype = call.arguments["state"].dtype
@@ -78,11 +80,16 @@ def expected(call: Call, *, chain: bool = False, extreme: bool = False) -> Expec
     low = torch.float64 if dtype == torch.float64 else torch.float32
     low_out, low_state, _ = _evaluate(call, low, dtype if chain else None)
     bounds = limits(call) if extreme else None
+    shaken_out, shaken_state = exact_out, exact_state
+    if extreme:
+        shaken_out, shaken_state, _ = _evaluate(call, torch.float64, None, ROUNDOFF[low])
     judged = torch.ones(exact_out.shape[:2], dtype=torch.bool, device=window.device) if bounds is None else bounds.fits
     exact_out, low_out = _only(judged, exact_out), _only(judged, low_out)
     exact_state, low_state = _only(judged, exact_state), _only(judged, low_state)
-    out_budget = budget(exact_out, low_out.double(), (-1,), dtype)
-    state_budget = budget(exact_state, low_state.double(), (-2, -1), state_dtype)
+    out_slack = (_only(judged, shaken_out) - exact_out).abs().amax(-1, keepdim=True)
+    state_slack = (_only(judged, shaken_state) - exact_state).abs()
+    out_budget = budget(exact_out, low_out.double(), (-1,), dtype) + out_slack
+    state_budget = budget(exact_state, low_state.double(), (-2, -1), state_dtype) + state_slack
     if bounds is not None:
         out_budget += _only(judged, bounds.out_loss)
         state_budget += _only(judged, bounds.state_loss).view(*judged.shape, 1, 1)
@@ -235,12 +242,33 @@ def limits(call: Call) -> Limits:
 
 
 def _evaluate(
-    call: Call, compute: torch.dtype, intermediate: torch.dtype | None
+    call: Call, compute: torch.dtype, intermediate: torch.dtype | None, slack: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, state and window of the live rows, on compact pools, unrounded but for ``intermediate``."""
+    """out, state and window of the live rows, on compact pools, unrounded but for ``intermediate``.
+
+    With ``slack``, a unit roundoff, the gate is off by what its functions may be off.
+    """
     problem, tensors, moved = _compact(call, compute)
+    if slack is not None:
+        tensors = tensors._replace(raw_g=tensors.raw_g + slack * _gate_slack(problem, tensors))
     decode_step(problem, tensors, compute, intermediate_dtype=intermediate)
     return tensors.out, tensors.state, moved
+
+
+def _gate_slack(problem: DecodeProblem, tensors: Tensors) -> torch.Tensor:
+    """The errors of exp and log inside the gate as a change of raw_g ``[N, H, D]``, in units of the roundoff.
+
+    An exp that is a power of two of a rounded product is off by |y| for exp(y), and GPUs document two units in the last
+    place, four roundoffs, for each of exp and log besides. The log-decay -exp(A_log) softplus(z) then is off, relative
+    to itself, by |A_log| + |z| + 8 (softplus is an exp where z is negative); sigmoid's argument exp(A_log) z by
+    |A_log| + 8.
+    """
+    a_log = tensors.A_log.view(-1, 1).abs()
+    a_log = torch.where(a_log.isfinite(), a_log, 0.0)
+    z = tensors.raw_g + tensors.dt_bias.view(problem.spec.heads, problem.spec.head_dim)
+    if problem.lower_bound is not None:
+        return (a_log + 8.0) * z
+    return (a_log + z.abs() + 8.0) * torch.nn.functional.softplus(z) / torch.sigmoid(z)
 
 
 def _dense(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
