@@ -140,10 +140,10 @@ output and state are not compared, but every other head, row and slot is, and it
 `testing/compare.py`). The kernels take the update as (delta times k's norm) times k, with k as it comes out of the
 convolution: where k is tiny and its norm near its largest, 1,000, values of v above about 1e35 overflow; where k is
 huge, updates below 1e-38 times k are lost, as is a decay below 1e-38, which GPUs may take for zero. A decay of e^-37
-has lost five bits to the exponent, and GPUs' exp is good to two units in the last place. The runs of the fuzz on an H200
-found these three in the way of judging, not in the kernels: they are the failures in the table, where the first run
-counted each one's repetition, too. The budget now allows for what is documented of them, and the problems stay in the
-test.
+has lost five bits to the exponent, and GPUs' exp is good to two units in the last place. The runs of the fuzz on an
+H200 found these three in the way of judging, not in the kernels: they are the failures in the table, where the first
+run counted each one's repetition, too. The budget now allows for what is documented of them, and the problems stay in
+the test.
 
 A zero q or k normalises to zeros. With `norm_eps=0` an output that is exactly zero before the norm is 0 / 0 by the
 formula, and NaN, in that row and head alone; keep `norm_eps` above zero.
