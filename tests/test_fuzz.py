@@ -34,7 +34,7 @@ INTERPRETED = Space(heads=(1, 1, 2, 3), dims=(64, 64, 64, 128), widths=WIDTHS, e
 LAUNCHED = Space(heads=HEADS, dims=(64, 128, 128, 128, 256), widths=WIDTHS)
 #: Parts can run side by side. On a GPU a part has SPECIALISATIONS with PROBLEMS each, on a CPU a few problems of any.
 PARTS, SPECIALISATIONS, PROBLEMS = 14, 3, 64
-ON_A_CPU = {"reference": 26, "triton": 16, "chain": 10}
+ON_A_CPU = {"reference": 26, "triton": 8, "chain": 6}
 
 #: Problems that found a fault in a backend or in the way of judging it, and corners that are worth a run each time.
 REGRESSIONS: tuple[Draw, ...] = (
