@@ -9,9 +9,7 @@ the host's share of an eager call of it.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,9 +20,8 @@ from ..finite import FiniteCheck
 from ..pool import StatePool
 from . import results
 from .cells import Cell, make_layers
+from .host import microseconds_per_call
 from .timing import time_providers
-
-_CALLS, _ROUNDS = 200, 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +59,8 @@ def cost(cell: Cell, backend: str, device: torch.device) -> Cost:
     timings = time_providers({"step": [step(n) for n in numbers], "both": [both(n) for n in numbers]}, device)
     if check.found():
         raise RuntimeError(f"finite: expected no finding on a sound run, got {check.found()}")
-    return Cost(cell.heads, cell.batch, timings["step"].median, timings["both"].median, _host(watches[0], device))
-
-
-def _host(call: Callable[[], object], device: torch.device) -> float:
-    times = []
-    for _ in range(_ROUNDS):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(_CALLS):
-            call()
-        times.append((time.perf_counter() - start) / _CALLS * 1e6)
-    return statistics.median(times)
+    host = microseconds_per_call(watches[0], device)
+    return Cost(cell.heads, cell.batch, timings["step"].median, timings["both"].median, host)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,13 +27,14 @@ def host_times(backend: str, cell: Cell, device: torch.device) -> dict[str, floa
     launch = importlib.import_module(f"fused_kda.kernels.{backend}").prepare(problem)
     without = {**arguments, "out": None}
     return {
-        "bare launch": _median(lambda: launch(tensors), device),
-        "call": _median(lambda: fused_kda_decode(**arguments, backend=backend), device),
-        "call that allocates out": _median(lambda: fused_kda_decode(**without, backend=backend), device),
+        "bare launch": microseconds_per_call(lambda: launch(tensors), device),
+        "call": microseconds_per_call(lambda: fused_kda_decode(**arguments, backend=backend), device),
+        "call that allocates out": microseconds_per_call(lambda: fused_kda_decode(**without, backend=backend), device),
     }
 
 
-def _median(call: Callable[[], object], device: torch.device) -> float:
+def microseconds_per_call(call: Callable[[], object], device: torch.device) -> float:
+    """Median over rounds of calls, after one that compiles."""
     call()
     times = []
     for _ in range(_ROUNDS):
