@@ -8,11 +8,10 @@
 #   make soak        100,000 steps of continuous batching, repeated and followed in float64 (needs a GPU)
 #   make bench       time the backends against the memory system's limit
 #   make lock        renew the committed figures of the static proofs
-#   make docs        write the pages that are generated
+#   make docs        write the pages that are generated; `make docs-performance` those that come from benchmarks/results/
 #   make dist        wheel and sdist, checked, in dist/
 #   make wheel-prebuilt   a wheel with kernels inside, for ARCH (sm_90a ...) and HEADS (12,24,48,96), in dist/prebuilt/
 #   make kernel-hub  the package as a build for the Hugging Face `kernels` library, in build/kernel-hub/
-#   make docs-performance  those of them that come from benchmarks/results/
 # Variables: PYTHON (3.10 to 3.12), VENV, JOBS (test processes), TESTS (pytest's -m for `make test`), PIP_FLAGS (e.g. an
 # index with CPU builds of torch).
 
@@ -34,7 +33,8 @@ else
 DEV_EXTRAS := dev,plot
 endif
 
-.PHONY: demo test static lint format gpu-test sanitize soak bench lock docs docs-performance clean
+.PHONY: demo test static lint format gpu-test sanitize soak bench lock docs docs-performance dist wheel-prebuilt \
+  kernel-hub clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fused-kda generate "Mia has 20 nuts. Priya has 17 more nuts than Mia. How many nuts do Mia and Priya have in total?"
