@@ -19,7 +19,6 @@ from .. import __version__, gates
 
 #: Distributions whose versions a figure depends on.
 DISTRIBUTIONS = (
-    "torch",
     "triton",
     "cuda-core",
     "cuda-bindings",
@@ -75,8 +74,8 @@ def _in_file(path: str, pattern: str) -> str | None:
 
 
 def versions(names: Sequence[str] = DISTRIBUTIONS) -> dict[str, str | None]:
-    """This package's version, and those of distributions; None where one is not installed."""
-    found: dict[str, str | None] = {"fused-kda": __version__}
+    """This package's version, torch's with its build, and those of distributions; None where one is not installed."""
+    found: dict[str, str | None] = {"fused-kda": __version__, "torch": str(torch.__version__)}
     for name in names:
         try:
             found[name] = importlib.metadata.version(name)

@@ -20,7 +20,6 @@ from .terminal import console, print_json, stop
 
 #: Distributions whose versions matter to a report of a fault.
 DISTRIBUTIONS = (
-    "torch",
     "triton",
     "cuda-core",
     "cuda-bindings",
