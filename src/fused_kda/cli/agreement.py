@@ -18,7 +18,7 @@ from ..bench.agreement import STATE_DTYPES, agreement, drift
 from ..bench.plot import drift_panels
 from ..layouts import LAYOUTS
 from ..nn.language_model import read_model
-from .bench import MIN_COLUMNS, draw_or_stop
+from .bench import MIN_COLUMNS, draw_or_stop, keep
 from .terminal import FAILED, console, errors, print_json, stop
 
 
@@ -61,8 +61,7 @@ def run(
         print_json(result)
     else:
         show(result)
-    if save is not None:
-        errors.print(f"written: {results.write(result, save)}", markup=False, soft_wrap=True)
+    keep(result, save)
     if plot is not None:
         draw_or_stop(drift_panels(moved), plot)
     changed = [one for one in found if one["state_dtype"] == "float32" and one.get("different")]

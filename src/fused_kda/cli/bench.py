@@ -152,8 +152,7 @@ def command(
         _print_csv(records)
     else:
         show(result)
-    if save is not None:
-        errors.print(f"written: {results.write(result, save)}", markup=False, soft_wrap=True)
+    keep(result, save)
     if plot is not None:
         draw_or_stop(latency_panels(records), plot)
     _finish(records, names, timed, backend)
@@ -300,6 +299,12 @@ def _print_csv(records: Sequence[dict[str, Any]]) -> None:
         us = record.get("us", {})
         given = [record[name] for name in columns] + [us.get(name) for name in times]
         writer.writerow([*given, *(record.get(name) for name in rest)])
+
+
+def keep(result: dict[str, Any], save: Path | None) -> None:
+    """Write a results file where ``--save`` says, and say which."""
+    if save is not None:
+        errors.print(f"written: {results.write(result, save)}", markup=False, soft_wrap=True)
 
 
 def draw_or_stop(panels: Sequence[Panel], path: Path) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from .. import gates
 from ..bench import results
 from ..bench.model import STACKS, Variant, measure_stacks, variants
-from .bench import MIN_COLUMNS, SaveOption
+from .bench import MIN_COLUMNS, SaveOption, keep
 from .terminal import (
     FAILED,
     command_line,
@@ -95,8 +95,7 @@ def command(
         print_json(result)
     else:
         show(result, compared)
-    if save is not None:
-        errors.print(f"written: {results.write(result, save)}", markup=False, soft_wrap=True)
+    keep(result, save)
     wrong = sorted({record["backend"] for record in records if record.get("failed")})
     if wrong:
         stop(f"a check failed, so some steps were not timed: {', '.join(wrong)}", FAILED)

@@ -28,8 +28,6 @@ DISTRIBUTIONS = (
     "numpy",
     "safetensors",
 )
-#: The extra that brings a module that a backend wants.
-EXTRAS = {"triton": "triton", "cuda": "cuda"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ def gate(backend: str, device: torch.device) -> Gate:
         return Gate(str(device), backend, True, launches, any(row.auto for row in usable), covers, (), "")
     reasons = tuple(dict.fromkeys(reason for row in rows for reason in row.machine_reasons(device)))
     missing = {module.split(".")[0] for row in rows for module in row.modules if f"module {module} is" in str(reasons)}
-    extras = ",".join(sorted({EXTRAS[module] for module in missing if module in EXTRAS}))
+    extras = ",".join(sorted(missing.intersection(gates.EXTRAS)))
     opens = f"pip install 'fused-kda[{extras}]'" if extras else ""
     return Gate(str(device), backend, False, rows[0].launches, False, "", reasons, opens)
 

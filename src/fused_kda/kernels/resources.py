@@ -23,6 +23,15 @@ def cuobjdump() -> Path | None:
     return Path(found) if found else None
 
 
+def read(report: str) -> tuple[int, int, int, int] | None:
+    """Registers, bytes of stack, of static shared and of local memory, as ``cuobjdump -res-usage`` prints them."""
+    found = _RESOURCES.search(report)
+    if found is None:
+        return None
+    registers, stack, shared, local = map(int, found.groups())
+    return registers, stack, shared, local
+
+
 def resources(cubin: bytes) -> tuple[int, int, int] | None:
     """Registers per thread, bytes of stack and local memory per thread, bytes of static shared memory.
 
@@ -35,8 +44,8 @@ def resources(cubin: bytes) -> tuple[int, int, int] | None:
         file.write(cubin)
         file.flush()
         done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False)
-    found = _RESOURCES.search(done.stdout)
+    found = read(done.stdout)
     if found is None:
         return None
-    registers, stack, shared, local = map(int, found.groups())
+    registers, stack, shared, local = found
     return registers, stack + local, shared

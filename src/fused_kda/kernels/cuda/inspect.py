@@ -32,7 +32,7 @@ import torch
 from ... import gates
 from ...contract import Specialization
 from ...layouts import ConvLayout
-from ..resources import cuobjdump
+from ..resources import cuobjdump, read
 from .compile import ENTRY, compile_cubin, nvrtc_version
 from .shape import REGISTERS, WHOLE, Shape, has_copy_engine, shapes
 
@@ -237,7 +237,6 @@ def _spec(
     )
 
 
-_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?(\w+)", re.MULTILINE)
 #: Bytes of one encoded instruction, on every architecture of the table.
 _ENCODED = 16
@@ -250,12 +249,12 @@ def _read(entry: Listed, arch: str, tool: Path) -> Report:
         file.write(code)
         file.flush()
         done = subprocess.run([tool, "-sass", "-res-usage", file.name], capture_output=True, text=True, check=False)
-    resources = _RESOURCES.search(done.stdout)
+    resources = read(done.stdout)
     if resources is None:
         got = f"code {done.returncode}: {done.stderr[:500]}{done.stdout[:500]}"
         raise RuntimeError(f"cuobjdump: expected the resources of {entry.name} for {arch}, got {got}")
     stream = _section(code, f".text.{ENTRY}")
-    registers, stack, shared, local = map(int, resources.groups())
+    registers, stack, shared, local = resources
     classes = Counter(_INSTRUCTION.findall(done.stdout))
     faults = []
     if stack or local or classes["LDL"] or classes["STL"]:
